@@ -57,6 +57,9 @@ _HEAD = re.compile(
     r"|\[TOOL_CALLS\]([a-zA-Z0-9_.-]+)(?:\[CALL_ID\][a-zA-Z0-9]+)?\[ARGS\]"
 )
 """What a call has before its arguments, as the grammars write it."""
+_CERTAIN_HEAD = re.compile(rf"(?:{_HEAD.pattern})(?={{)")
+"""The same in an answer that may also be text: arguments that are an object follow."""
+_NOTHING = re.compile(r"(?!)")
 _LONGEST_HEAD = LONGEST_NAME + 64
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
@@ -79,7 +82,15 @@ Read = tuple[str, list[ToolCall]]
 class ToolCallReader(Protocol):
     """Reads one answer; ``names`` are those of the tools that the model may call."""
 
+    held: list[str]
+    """The pieces of what is held back."""
+
     def __init__(self, names: Collection[str]): ...
+
+    @property
+    def holds(self) -> bool:
+        """Whether what is held back begins like a call."""
+        ...
 
     def feed(self, text: str) -> Read:
         """Take the next piece. Text that may turn out to be part of a call is held back."""
@@ -95,26 +106,30 @@ class HermesReader:
 
     def __init__(self, names: Collection[str]):
         self._names = frozenset(names)
-        self._held: list[str] = []
+        self.held: list[str] = []
         """Pieces since what may be a tag, or is one."""
         self._window: str | None = None
         """Within a call: the end of what is held, in which its closing tag may begin."""
         self._after_call = False
 
+    @property
+    def holds(self) -> bool:
+        return self._window is not None
+
     def feed(self, text: str) -> Read:
         if self._window is not None and CLOSE not in self._window + text:
-            self._held.append(text)
+            self.held.append(text)
             self._window = _tail(self._window + text)
             return "", []
-        return self._read("".join((*self._held, text)), ended=False)
+        return self._read("".join((*self.held, text)), ended=False)
 
     def end(self) -> Read:
-        return self._read("".join(self._held), ended=True)
+        return self._read("".join(self.held), ended=True)
 
     def _read(self, data: str, ended: bool) -> Read:
         said: list[str] = []
         calls: list[ToolCall] = []
-        self._held, self._window, place = [], None, 0
+        self.held, self._window, place = [], None, 0
         while (start := data.find(OPEN, place)) >= 0:
             self._say(data[place:start], said)
             inside = start + len(OPEN)
@@ -126,13 +141,13 @@ class HermesReader:
                 continue
             end = _end_of_call(data, inside, ended)
             if end < 0 and not ended:
-                self._held, self._window = [data[start:]], None if blank else _tail(data)
+                self.held, self._window = [data[start:]], None if blank else _tail(data)
                 return "".join(said), calls
             self._candidate(data[inside:] if end < 0 else data[inside:end], CLOSE if end >= 0 else "", said, calls)
             place = len(data) if end < 0 else end + len(CLOSE)
         keep = 0 if ended else overlap(data, OPEN, len(data) - place)
         self._say(data[place : len(data) - keep], said)
-        self._held = [data[len(data) - keep :]] if keep else []
+        self.held = [data[len(data) - keep :]] if keep else []
         return "".join(said), calls
 
     def _candidate(self, inside: str, close: str, said: list[str], calls: list[ToolCall]) -> None:
@@ -160,14 +175,18 @@ class Llama3JsonReader:
 
     def __init__(self, names: Collection[str]):
         self._names = frozenset(names)
-        self._held: list[str] = []
+        self.held: list[str] = []
         self._blanks = 0
         self._is_text: bool | None = None
+
+    @property
+    def holds(self) -> bool:
+        return self._is_text is False
 
     def feed(self, text: str) -> Read:
         if self._is_text is None:
             self._begin(text)
-        self._held.append(text)
+        self.held.append(text)
         return self._release() if self._is_text else ("", [])
 
     def _begin(self, text: str) -> None:
@@ -179,11 +198,11 @@ class Llama3JsonReader:
             self._is_text = first[0] != "{"
 
     def end(self) -> Read:
-        calls = _calls("".join(self._held), self._names) if self._is_text is False else []
+        calls = _calls("".join(self.held), self._names) if self._is_text is False else []
         return ("", calls) if calls else self._release()
 
     def _release(self) -> Read:
-        text, self._held = "".join(self._held), []
+        text, self.held = "".join(self.held), []
         return text, []
 
 
@@ -193,23 +212,27 @@ class MistralReader:
 
     def __init__(self, names: Collection[str]):
         self._names = frozenset(names)
-        self._held: list[str] = []
+        self.held: list[str] = []
         self._begun = False
         """Whether what is held begins like a call."""
 
+    @property
+    def holds(self) -> bool:
+        return self._begun
+
     def feed(self, text: str) -> Read:
         if self._begun:
-            self._held.append(text)
+            self.held.append(text)
             return "", []
-        data, place = "".join((*self._held, text)), 0
+        data, place = "".join((*self.held, text)), 0
         while (start := data.find(TOOL_CALLS, place)) >= 0:
             place = start + len(TOOL_CALLS)
             begun = self._begins(data[place : place + 2 * MOST_BLANKS + LONGEST_NAME])
             if begun is not False:
-                self._held, self._begun = [data[start:]], begun is True
+                self.held, self._begun = [data[start:]], begun is True
                 return data[:start], []
         keep = overlap(data, TOOL_CALLS, len(data) - place)
-        self._held = [data[len(data) - keep :]] if keep else []
+        self.held = [data[len(data) - keep :]] if keep else []
         return data[: len(data) - keep], []
 
     def _begins(self, text: str) -> bool | None:
@@ -225,8 +248,8 @@ class MistralReader:
         return None if any(one.startswith(begun) for one in self._names) else False
 
     def end(self) -> Read:
-        data = "".join(self._held)
-        self._held, self._begun = [], False
+        data = "".join(self.held)
+        self.held, self._begun = [], False
         said: list[str] = []
         calls: list[ToolCall] = []
         place = failures = 0
@@ -399,7 +422,8 @@ class ForcedCallReader:
     are the text that the model has written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, head: re.Pattern[str] = _HEAD) -> None:
+        self._head = head
         self._held = ""
         """Between calls: the end of what was written, in which a call may begin."""
         self._depth = 0
@@ -422,7 +446,7 @@ class ForcedCallReader:
                 name, place = "", end
                 continue
             held = self._held + text[place:]
-            head = _HEAD.search(held)
+            head = self._head.search(held)
             if head is None:
                 self._held = held[-_LONGEST_HEAD:]
                 break
@@ -452,3 +476,74 @@ class ForcedCallReader:
                     self.inside = False
                     return place
         return len(text)
+
+
+class StreamingReader:
+    """Reads the calls of an answer that may also be text, and returns the arguments of a call as they are written.
+
+    ``reader`` decides what a call is, once it is complete. Before that a call is shown as soon as it has the name of a
+    tool and an object for its arguments begins. Should it not become one in the end, it stays as far as it went, and
+    its text is text of the answer, unless that ends within the arguments.
+    """
+
+    def __init__(self, reader: ToolCallReader, names: Collection[str]):
+        self._reader, self._names = reader, frozenset(names)
+        self._writing: ForcedCallReader | None = None
+        """Reads what the reader holds back."""
+        self._shown: list[tuple[str, list[str]]] = []
+        """Calls that were returned and that the reader has not confirmed: name, and pieces of the arguments."""
+        self.cut = False
+        """Whether a call was returned that is none, or not complete."""
+
+    def feed(self, text: str) -> Read:
+        """Take the next piece."""
+        said, calls = self._reader.feed(text)
+        if self._writing is None and self._reader.holds:
+            self._writing, text = ForcedCallReader(_CERTAIN_HEAD), "".join(self._reader.held)
+        pieces = self._written(text)
+        pieces += self._others(calls)
+        if not self._reader.holds:
+            self._writing = None
+            self.cut, self._shown = self.cut or bool(self._shown), []
+        return said, pieces
+
+    def end(self) -> Read:
+        """Return what was held back."""
+        said, calls = self._reader.end()
+        pieces = self._others(calls)
+        self.cut = self.cut or bool(self._shown)
+        within = self._shown and self._writing is not None and self._writing.inside
+        return "" if within else said, pieces
+
+    def _written(self, text: str) -> list[ToolCall]:
+        """Return what the next piece adds to calls that are not complete."""
+        found: list[ToolCall] = []
+        for piece in self._writing.feed(text) if self._writing is not None else ():
+            if piece.name and piece.name not in self._names:
+                self._writing = ForcedCallReader(_NOTHING)
+                break
+            if piece.name:
+                self._shown.append((piece.name, []))
+            self._shown[-1][1].append(piece.arguments)
+            found.append(piece)
+        return found
+
+    def _others(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
+        """Return those of the complete calls that were not returned piece by piece."""
+        found = []
+        for call in calls:
+            for place, (name, pieces) in enumerate(self._shown):
+                if name == call.name and _same("".join(pieces), call.arguments):
+                    self.cut = self.cut or place > 0
+                    del self._shown[: place + 1]
+                    break
+            else:
+                found.append(call)
+        return found
+
+
+def _same(written: str, arguments: str) -> bool:
+    try:
+        return json.loads(written) == json.loads(arguments)
+    except (ValueError, RecursionError):
+        return False

@@ -141,6 +141,8 @@ def test_a_stream_has_its_events_in_order_and_ends_as_the_whole_answer(client, a
             for content in item.get("content") or []:
                 content.pop("parsed", None)
     assert plain[0] == plain[1] == plain[2] and raw[-1].response.usage.output_tokens == whole.usage.output_tokens
+    arguments = [event for event in raw if event.type == "response.function_call_arguments.delta"]
+    assert len(arguments) > 10 or not tools, "as the model writes them"
     texts = {}
     for event in raw:
         if event.type.endswith(".delta"):

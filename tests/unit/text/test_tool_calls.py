@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_server.text.tool_calls import CLOSE, FORMATS, OPEN, ForcedCallReader, ToolCall, call_rules, format_of
+from nxd_server.text.tool_calls import (
+    CLOSE,
+    FORMATS,
+    OPEN,
+    ForcedCallReader,
+    StreamingReader,
+    ToolCall,
+    call_rules,
+    format_of,
+)
 from tests.support.text.text_tokenizers import compiled, taken, with_tokens
 
 NAMES = ("weather", "clock")
@@ -195,6 +204,63 @@ def test_a_call_that_was_cut_has_its_name_and_the_arguments_so_far(kind, tokens,
     assert [(name, json.loads(text)) for name, text in found] == whole and not inside
     first = answer.index(json.dumps(whole[0][1]))
     assert written([answer[:first]]) == ([(whole[0][0], "")], True) and written([answer[: first - 1]]) == ([], False)
+
+
+def streamed(kind, pieces):
+    """Text, calls with their arguments as written, how many pieces these had, and whether a call was cut."""
+    reader = StreamingReader(FORMATS[kind](NAMES), NAMES)
+    said, calls, count = "", [], 0
+    for text, found in [*map(reader.feed, pieces), reader.end()]:
+        said, count = said + text, count + len(found)
+        for one in found:
+            if one.name:
+                calls.append((one.name, ""))
+            calls[-1] = calls[-1][0], calls[-1][1] + one.arguments
+    return said, calls, count, reader.cut
+
+
+WHOLE = [one for one in ANSWERS if not one[2].endswith("{")]  # without a call that is cut, which is one in a stream
+
+
+@pytest.mark.parametrize(("kind", "answer", "text", "calls"), WHOLE, ids=lambda value: str(value)[:40])
+def test_a_stream_has_the_same_calls(kind, answer, text, calls):
+    for pieces in ([answer], answer, [answer[:30], answer[30:]]):
+        said, found, _, cut = streamed(kind, pieces)
+        assert (said, [(name, json.loads(one)) for name, one in found], cut) == (text, calls, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [one for one in TEXTS if len(one[1]) < 1000], ids=lambda value: str(value)[:40]
+)
+def test_a_stream_of_what_only_looks_like_a_call_loses_no_text_but_that_of_a_call_that_was_begun(kind, text):
+    said, calls, _, cut = streamed(kind, text)
+    assert cut == bool(calls) and (said == text or calls)
+
+
+@pytest.mark.parametrize(("kind", "tokens", "answer"), FORCED, ids=lambda value: str(value)[:60])
+def test_arguments_come_as_they_are_written(kind, tokens, answer):
+    """One character at a time; a call that is cut within its arguments is no text."""
+    whole = [(one.name, json.loads(one.arguments)) for one in read(kind, [answer])[1]]
+    said, calls, count, cut = streamed(kind, answer)
+    assert not said and [(name, json.loads(text)) for name, text in calls] == whole and not cut
+    assert count == sum(len(text) for _, text in calls), "the name with the first brace"
+    end = answer.index("}") - (2 if "Bern" in answer else 0)
+    name, arguments = calls[0]
+    said, calls, _, cut = streamed(kind, answer[:end])
+    assert (said, cut) == ("", True) and calls[0][0] == name and arguments.startswith(calls[0][1])
+
+
+@given(st.data())
+def test_a_stream_in_any_pieces_has_the_calls_that_there_are(data):
+    kind = data.draw(st.sampled_from(sorted(FORMATS)))
+    parts = [OPEN, CLOSE, "[TOOL_CALLS]", "[ARGS]", "[", "]", "{", "}", ";", "\n", "x", call("clock", {}), '"', "clock"]
+    text = "".join(data.draw(st.lists(st.sampled_from([*parts, call("weather", BERN)]), max_size=12)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    whole = [one.name for one in read(kind, [text])[1]]
+    said, calls, _, cut = streamed(kind, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+    found = iter([name for name, _ in calls])
+    assert all(name in found for name in whole), "in their order"
+    assert cut or (len(calls) == len(whole) and said == read(kind, [text])[0])
 
 
 def test_a_call_within_the_arguments_of_a_call_that_was_cut_is_none():

@@ -13,7 +13,15 @@ from nxd_server.http.openai.schemas import ChatBody, SamplingBody
 from nxd_server.text.conversation import shown_id
 from nxd_server.text.structured_outputs import COMPACT, StructuredOutputs
 from nxd_server.text.tokenizer import Tokenizer
-from nxd_server.text.tool_calls import FORMATS, LONGEST_NAME, SINGLE, ForcedCallReader, ToolCall, call_rules
+from nxd_server.text.tool_calls import (
+    FORMATS,
+    LONGEST_NAME,
+    SINGLE,
+    ForcedCallReader,
+    StreamingReader,
+    ToolCall,
+    call_rules,
+)
 
 NEUTRAL = ("json_object", "disable_additional_properties", "disable_fallback")
 """Fields of vLLM's that say nothing if they are false."""
@@ -106,19 +114,28 @@ class ChoiceCalls:
     """Takes the calls out of the text of one choice, and numbers them."""
 
     def __init__(
-        self, tool_format: str | None, names: Sequence[str], parallel: bool, named: str = "", forced: bool = False
+        self,
+        tool_format: str | None,
+        names: Sequence[str],
+        parallel: bool,
+        named: str = "",
+        forced: bool = False,
+        stream: bool = False,
     ):
         """``names``: of the tools that the request offers; without any, or without ``tool_format``, all is text.
         ``parallel``: more than one call is returned. ``named``: the tool that the request names; its call is the
         answer's regular end, as in OpenAI's API. ``forced``: the answer is nothing but calls, which are returned as
-        they are written, and one that is cut as far as it goes."""
+        they are written, and one that is cut as far as it goes. ``stream``: so are those of an answer that may also be
+        text."""
         self._format = tool_format
-        self._reader = FORMATS[tool_format](names) if names and tool_format and not forced else None
+        reader = FORMATS[tool_format](names) if names and tool_format and not forced else None
+        self._reader = StreamingReader(reader, names) if reader and stream else reader
         self._forced = ForcedCallReader() if forced else None
         self._parallel = parallel
         self._named = named
         self._count = 0
-        self._cut = False
+        self._cut = self._hidden = False
+        """Whether a call is not complete; whether the last call is one too many."""
 
     @property
     def optional(self) -> bool:
@@ -149,8 +166,14 @@ class ChoiceCalls:
         if ended:
             more, others = self._reader.end()
             said, calls = said + more, calls + others
-        calls = calls if self._parallel else calls[: 1 - self._count]
-        return said, [self._delta(call.name, call.arguments) for call in calls]
+            self._cut = isinstance(self._reader, StreamingReader) and self._reader.cut
+        shown = []
+        for call in calls:
+            if call.name:
+                self._hidden = not self._parallel and self._count > 0
+            if not self._hidden:
+                shown.append(self._delta(call.name, call.arguments))
+        return said, shown
 
     def _delta(self, name: str, arguments: str) -> dict[str, Any]:
         """Return the piece of a call; ``name`` is "" if it is not the first one."""
@@ -173,7 +196,7 @@ def choice_calls(body: ChatBody, tools: Sequence[dict[str, Any]], tool_format: s
     """Return one for every choice of the request."""
     names = [tool["function"]["name"] for tool in tools]
     parallel, named = makes_several(body, tool_format), _named(body.tool_choice)
-    return [ChoiceCalls(tool_format, names, parallel, named, must_call(body)) for _ in range(body.n)]
+    return [ChoiceCalls(tool_format, names, parallel, named, must_call(body), body.stream) for _ in range(body.n)]
 
 
 # --- the constraint on the answer ---
