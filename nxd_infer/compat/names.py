@@ -252,6 +252,7 @@ OLD: dict[str, Module] = {
         device={"xla_hlo_call": _PLAIN},
     ),
     "torch_xla": Module("nxd_infer.compat.torch_xla"),
+    "torch_xla._internal.tpu": Module("nxd_infer.compat.torch_xla.tpu"),
     "torch_xla.amp": Module(names={"GradScaler": "torch.amp", "autocast": "nxd_infer.compat.torch_xla.utils"}),
     "torch_xla.amp.syncfree": Module(names={"Adam": "torch.optim", "AdamW": "torch.optim", "SGD": "torch.optim"}),
     "torch_xla.core.xla_model": Module(
@@ -266,6 +267,7 @@ OLD: dict[str, Module] = {
     "torch_xla.distributed.parallel_loader": Module("nxd_infer.compat.torch_xla.parallel_loader"),
     "torch_xla.distributed.xla_backend": Module("nxd_infer.compat.torch_xla.host"),
     "torch_xla.distributed.xla_multiprocessing": Module("nxd_infer.compat.torch_xla.spawning"),
+    "torch_xla.experimental.tpu": Module("nxd_infer.compat.torch_xla.tpu"),
     "torch_xla.runtime": Module("nxd_infer.compat.torch_xla.runtime"),
     "torch_xla.utils.checkpoint": Module(names={"checkpoint": "torch.utils.checkpoint"}),
     "torch_xla.utils.utils": Module("nxd_infer.compat.torch_xla.utils"),

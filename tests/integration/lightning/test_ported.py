@@ -115,3 +115,14 @@ def test_a_script_of_the_old_package_trains_and_saves(tmp_path: Path):
 
     events = EventAccumulator(str(next((tmp_path / "logs").rglob("events*")).parent)).Reload()
     assert [event.step for event in events.Scalars("loss")][:2] == [2, 4]
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_trainer_without_our_strategy_finds_the_cpu(package: str, tmp_path: Path):
+    pytest.importorskip(package)
+    script = tmp_path / "script.py"
+    text = "Trainer(logger=False, enable_checkpointing=False, default_root_dir='.')"
+    script.write_text(f"import neuronx_distributed\nfrom {package} import Trainer\nprint({text}.accelerator)\n")
+    command = [sys.executable, "-m", "nxd_infer.compat", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert "CPUAccelerator" in done.stdout, done.stderr[-3000:]
