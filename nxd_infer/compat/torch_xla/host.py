@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.jit import _builtins
+from torch.utils import _device
 
 from nxd_infer.comm.distributed import leave_at_exit
 from nxd_infer.comm.launched import launched_world
@@ -49,8 +50,11 @@ def install() -> None:
     kernels.impl("empty.memory_format", functools.partial(_allocate, torch.empty))
     kernels.impl("empty_strided", functools.partial(_allocate, torch.empty_strided))
     _undo.append(kernels._destroy)
+    _device._device_constructors()  # remembers PyTorch's own, which `with torch.device(...)` is asked about
+    _replace(_device.DeviceContext, "__init__", _on(HOST, _device.DeviceContext.__init__))
     for owner, name in _COPYING:
         old, new = getattr(owner, name), _on(HOST, getattr(owner, name))
+        new.__module__, new.__qualname__ = torch.__name__, name if owner is torch else f"Tensor.{name}"  # for pickle
         _replace(owner, name, new)
         if (operator := _builtins._find_builtin(old)) is not None:  # torch.jit.script knows functions by their id
             _builtins._register_builtin(new, operator)  # pyright: ignore[reportArgumentType]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -55,7 +56,7 @@ def test_what_is_made_on_or_moved_to_the_device_is_on_the_cpu(device):
     assert {tensor.device for tensor in made} == {CPU}
     assert torch.equal(x.to(device), x) and torch.full((2,), 3.0, device=device).tolist() == [3, 3]
     with torch.device(device):
-        assert torch.ones(2).device == CPU
+        assert torch.ones(2).device == torch.tensor([1]).device == CPU
     leaf = torch.ones(2, requires_grad=True)
     (leaf.to(device, torch.float64) ** 2).sum().backward()
     assert leaf.grad is not None and leaf.grad.tolist() == [2, 2]
@@ -73,6 +74,17 @@ def test_code_that_is_compiled_or_exported_moves_tensors_as_before():
 
 def scripted(size: int) -> torch.Tensor:
     return torch.tensor([size, 2]) + torch.zeros(2, dtype=torch.int64).to(torch.int64)
+
+
+def test_other_devices_are_those_of_new_tensors_as_before():
+    with torch.device("meta"):
+        made = [torch.tensor([1.0]), torch.as_tensor([1.0]), torch.asarray([1.0]), torch.ones(1)]
+    assert all(tensor.is_meta for tensor in made)
+
+
+def test_functions_can_be_pickled_as_before():
+    for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.to):
+        assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_torch_script_knows_the_functions():
@@ -183,4 +195,4 @@ def test_what_the_cpu_cannot_be_told_is_refused_by_name():
         xm.get_stablehlo()
     assert not hasattr(xm, "no_such_name") and not hasattr(sys.modules["torch_xla"], "no_such_module")
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("torch_xla.experimental")
+        importlib.import_module("torch_xla.experimental.xla_sharding")
