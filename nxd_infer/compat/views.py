@@ -118,7 +118,7 @@ class DeviceName:
     __call__ = __getitem__ = __mro_entries__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         self._refuse()
 

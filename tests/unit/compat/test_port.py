@@ -86,6 +86,12 @@ def test_a_call_that_passes_what_is_not_taken(tmp_path):
     assert {status for status, _ in found(tmp_path, text.format("R(4, 4, bias=True)")).values()} == {"works"}
 
 
+def test_a_call_of_what_only_a_device_has(tmp_path):
+    kernel = "neuronxcc.nki.kernels.attention.flash_fwd"
+    text = "import neuronxcc.nki.kernels.attention as a\na.flash_fwd(1, 2, causal=True)"
+    assert found(tmp_path, text)[kernel] == ("device", ("2",))
+
+
 def test_a_try_expects_an_import_to_fail(tmp_path):
     caught = "try:\n    import transformers_neuronx as t\nexcept {}:\n    t = None\n"
     for error, status in {"ImportError": 0, "(KeyError, ModuleNotFoundError)": 0, "ValueError": 1}.items():
