@@ -95,10 +95,6 @@ class Placement(Protocol):
         """Reset every state to its traced value, in place."""
         ...
 
-    def state(self, name: str, new: Tensor | None = None) -> Tensor:
-        """Return a state, or a copy, on the host, after copying ``new`` into it."""
-        ...
-
     def replace_weights(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Mapping[str, Any]:
         """Replace weights by new ones; ``read(name)`` returns each as stored in the weight file.
 

@@ -308,7 +308,6 @@ class Kind(enum.IntEnum):
     COMMIT_WEIGHTS = 4
     ABORT_WEIGHTS = 5
     ROUTE = 7
-    STATE = 8
 
     @property
     def words(self) -> str:

@@ -22,7 +22,6 @@ from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.structure import filled
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.errors import ArtifactError, InputMismatchError
-from nxd_infer.runtime import states
 from nxd_infer.runtime.bucket_kernel import ask
 from nxd_infer.runtime.ipc import Kind
 from nxd_infer.runtime.load import load_artifact
@@ -136,13 +135,6 @@ class TensorParallelModel(nn.Module, RankModel):
                 "call run_bucket"
             )
         return RankModel.begin_bucket(self, name, inputs, timeout=timeout, checked=checked)
-
-    def state(self, name: str, rank: int = 0, new: Tensor | None = None) -> Tensor:
-        """Return a copy of a state of one rank, between two calls, after replacing it by ``new``.
-
-        Raises InputMismatchError for a state or rank that there is not, and for another shape or dtype."""
-        with self._lock.take():
-            return states.ask(self._started(), self.manifest, name, rank, new)
 
     def warmup(self) -> dict[str, float]:
         """Run every bucket once on its defaults or zeros, then reset the states; return seconds by bucket name.

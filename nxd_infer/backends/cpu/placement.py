@@ -98,9 +98,6 @@ class HostPlacement:
             else:
                 self._memory[name].clear()
 
-    def state(self, name: str, new: Tensor | None = None) -> Tensor:
-        return self.states[name] if new is None else self.states[name].copy_(new)
-
     def replace_weights(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
         """Packed weights change in place; plain ones are in the new mapping, which the graphs must be given."""
         self._packed.fill(read, [name for name in names if name in self._packed.specs])

@@ -61,11 +61,6 @@ class DevicePlacement:
         for name, cell in self.states.items():
             cell.put(self._first(name))
 
-    def state(self, name: str, new: Tensor | None = None) -> Tensor:
-        if new is not None:
-            self.states[name].put(new)
-        return self.states[name].on_host()
-
     def replace_weights(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Mapping[str, Any]:
         """Nothing is returned: graphs look into the cells at every call."""
         for name in names:

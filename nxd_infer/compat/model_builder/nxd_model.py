@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from nxd_infer import compat
 from nxd_infer.artifact.manifest import Manifest
-from nxd_infer.artifact.rank_weights import load_weights
 from nxd_infer.artifact.structure import filled
 from nxd_infer.compat.model_builder.build import Shape, trace_shapes
 from nxd_infer.errors import InputMismatchError, TraceConfigError, WeightSchemaError
@@ -131,7 +130,7 @@ class NxDModel(nn.Module):
                 takers.append(bucket.name)
         return takers
 
-    # --- weights and states ---
+    # --- weights ---
 
     def set_weights(self, sharded_checkpoint: Sequence[Mapping[str, Tensor]]) -> None:
         """Give every rank its weights: a dictionary per tensor parallel rank, as ``shard_checkpoint`` returns them.
@@ -166,22 +165,6 @@ class NxDModel(nn.Module):
         """:meth:`to_neuron` with the weights that were traced or saved; ``start_rank`` must be 0."""
         _require_all(start_rank)
         self.to_neuron()
-
-    def read_from_neuron_buffer(self, buffer_key: str, rank: int) -> Tensor:
-        """Return a copy of the state or weight ``buffer_key`` of ``rank``. Raises InputMismatchError without one."""
-        spec = next((spec for spec in self.model.manifest.weights if spec.name == buffer_key), None)
-        if spec is None:
-            return self.model.state(buffer_key, rank)
-        swapped = self.model.updated_weights()[rank]
-        held = swapped if buffer_key in swapped else load_weights(self.model.artifact.weight_file(rank), [spec])
-        return held[buffer_key].clone()
-
-    def write_to_neuron_buffer(self, tensor: Tensor, buffer_key: str, rank: int) -> None:
-        """Copy ``tensor`` into the state ``buffer_key`` of ``rank``; :meth:`replace_weights` is for weights.
-
-        Raises InputMismatchError for another name, shape or dtype than a state's.
-        """
-        self.model.state(buffer_key, rank, tensor)
 
     # --- files ---
 

@@ -9,7 +9,6 @@
     shared_experts       an MLP for all tokens
     model                the layer made of these
     loss_function        what keeps the experts equally busy
-    token_shuffling      tokens mixed over the data parallel ranks
 
 Shapes: T tokens, k experts per token, E experts, H hidden, I intermediate size.
 """

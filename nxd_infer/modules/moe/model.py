@@ -9,7 +9,6 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.moe.expert_mlps_v2 import ExpertMLPsV2
 from nxd_infer.modules.moe.routing import RouterBase
 from nxd_infer.modules.moe.shared_experts import SharedExperts
-from nxd_infer.modules.moe.token_shuffling import token_shuffle, token_unshuffle
 from nxd_infer.parallel_layers import mappings
 
 
@@ -24,8 +23,7 @@ class MoE(nn.Module):
         sequence_dimension: dimension of the sequence; None is 0.
         return_router_logits: return the logits [T, E] of all tokens next, for ``load_balancing_loss_func``.
         return_expert_index: return the chosen experts [T, k] last.
-        token_shuffle_group_size, token_shuffle_seed: with the data parallel degree, mix tokens over these ranks first,
-            so that experts with a capacity drop fewer; 1 does not. The logits are then those of the mixed tokens.
+        token_shuffle_group_size: must be 1; token_shuffle_seed has no effect then.
         init_tkg_module, tkg_config: of a device's kernel; must be False and None.
 
     Over tensor parallel ranks there is one collective before the experts, with their backward's, and one after.
@@ -54,12 +52,10 @@ class MoE(nn.Module):
                 f"the router chooses {router.top_k} of {router.num_experts} experts, and there are to be "
                 f"{expert_mlps.top_k} of {expert_mlps.num_experts}: give both the same numbers"
             )
-        dp = expert_mlps.context.dp.degree
-        if token_shuffle_group_size not in (1, dp):
+        if token_shuffle_group_size != 1:
             raise ParallelConfigError(
-                f"token_shuffle_group_size must be 1 or the data parallel degree {dp}, got {token_shuffle_group_size}"
+                f"token_shuffle_group_size={token_shuffle_group_size}: tokens stay on their ranks, leave it out"
             )
-        self.shuffles, self.token_shuffle_seed = token_shuffle_group_size > 1, token_shuffle_seed or 0
         self.sequence_parallel_enabled, self.sequence_dimension = sequence_parallel_enabled, sequence_dimension or 0
         if sequence_parallel_enabled:
             router.split_sequence(sequence_dimension)
@@ -73,11 +69,6 @@ class MoE(nn.Module):
         """Map hidden states [..., H]; ``padding_mask`` marks the whole sequence's tokens with 1, and padding with 0."""
         x = hidden_states if self.rmsnorm is None else self.rmsnorm(hidden_states)
         context, axis, dim = self.expert_mlps.context, self.expert_mlps.axis, self.sequence_dimension
-        permutation = None
-        if self.shuffles:
-            if padding_mask is not None:
-                raise ParallelConfigError("padding_mask is of tokens that are not shuffled: leave out one of the two")
-            x, permutation = token_shuffle(x, self.token_shuffle_seed, context=context)
         logits, affinities, index = self.router(x)
         here = {"process_group": axis, "context": context, "reduce_dtype": torch.float32}
         affinities = mappings.copy_to_tensor_model_parallel_region(affinities, **here)
@@ -92,7 +83,5 @@ class MoE(nn.Module):
             y = mappings.reduce_scatter_to_sequence_parallel_region(y, dim, **here)
         else:
             y = mappings.reduce_from_tensor_model_parallel_region(y, **here)
-        if permutation is not None:
-            y = token_unshuffle(y, permutation, context=context)
         also = [*([logits] if self.return_router_logits else []), *([index] if self.return_expert_index else [])]
         return (y, *also)

@@ -30,7 +30,6 @@ from nxd_infer.comm.distributed import join_on_this_host
 from nxd_infer.comm.shm import ShmCollectives
 from nxd_infer.context import ParallelContext, make_context, set_default_context
 from nxd_infer.errors import ArtifactCorruptError, InputMismatchError, ModelClosedError, WeightSchemaError
-from nxd_infer.runtime import states
 from nxd_infer.runtime.bucket_kernel import answer, load_kernel
 from nxd_infer.runtime.ipc import Arena, Channel, Handover, Kind
 from nxd_infer.runtime.load import load_artifact
@@ -126,9 +125,6 @@ class Rank:
                 place.reset_states()
         elif kind == Kind.ROUTE and self._kernel is not None:  # on rank 0 only
             answer(self._kernel, fds[0])
-        elif kind == Kind.STATE:
-            for place, fd in zip(self._places, fds, strict=True):
-                states.answer(place, fd)
         elif kind == Kind.PREPARE_WEIGHTS:
             self.prepare_weights([f"/proc/self/fd/{fd}" for fd in fds])
         elif kind == Kind.COMMIT_WEIGHTS:

@@ -13,7 +13,7 @@ from nxd_infer.modules.moe.moe_parallel_layers import ExpertFusedColumnParallelL
 from nxd_infer.ops.packed import quantize as packed_quantize
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from nxd_infer.quantization.dequantize import quantized
-from nxd_infer.quantization.observer import PerChannelAbsMaxObserver, absolute_maximum, scale_for
+from nxd_infer.quantization.observer import absolute_maximum, scale_for
 from nxd_infer.quantization.quantization_config import (
     QuantizationType,
     QuantizedDtype,
@@ -72,10 +72,6 @@ def test_quantized_values_are_torchs(axis, dtype):
         zero = torch.zeros(scale.numel(), dtype=torch.int64)
         theirs = torch.quantize_per_channel(weight, scale.flatten(), zero, axis, torch.qint8)
         assert torch.equal(ours, theirs.int_repr())
-        observer = PerChannelAbsMaxObserver(axis)
-        observer(weight / 2)
-        assert torch.equal(observer(weight), weight)
-        assert torch.equal(observer.calculate_qparams()[0], scale.flatten())
     if axis == 0 and dtype is QuantizedDtype.INT8:  # what the CPU's backend rounds to
         assert torch.equal(ours, packed_quantize(weight)[0])
 

@@ -48,11 +48,6 @@ class Place:
     def reset_states(self):
         self.states.update((name, Held(tensor)) for name, tensor in self._first.items())
 
-    def state(self, name, new=None):
-        if new is not None:
-            self.states[name] = Held(new)
-        return self.states[name]._tensor
-
     def replace_weights(self, names, read):
         self.weights.update((name, Held(read(name))) for name in names)
         return {}  # the graphs look here

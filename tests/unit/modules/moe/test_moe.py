@@ -13,7 +13,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from nxd_infer.context import make_context, use_context
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.moe import (
     BlockwiseMatmulConfig,
@@ -270,15 +269,12 @@ def test_expert_fused_layers_take_tokens_by_expert_or_rows():
         (lambda: ExpertMLPs(E, K, H, INNER, "silu", return_bias=True), "return_bias=True is not supported"),
         (lambda: ExpertMLPs(E, K, H, INNER, "silu", block_sise=4), "has no 'block_sise'"),
         (lambda: MoE(RouterTopK(4, 1, H), ExpertMLPs(E, K, H, INNER, "silu")), "give both the same numbers"),
+        (
+            lambda: MoE(RouterTopK(E, K, H), ExpertMLPs(E, K, H, INNER, "silu"), token_shuffle_group_size=2),
+            "token_shuffle_group_size=2: tokens stay on their ranks",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(make, said):
     with pytest.raises(ParallelConfigError, match=said):
         make()
-
-
-def test_a_mask_of_tokens_that_move_is_refused():
-    with use_context(make_context(2)):
-        moe = MoE(RouterTopK(E, K, H), ExpertMLPs(E, K, H, INNER, "silu"), token_shuffle_group_size=2)
-        with pytest.raises(ParallelConfigError, match="padding_mask is of tokens that are not shuffled"):
-            moe(torch.zeros(4, H), padding_mask=torch.ones(4))
