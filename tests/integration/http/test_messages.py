@@ -8,7 +8,7 @@ import anthropic
 import pytest
 
 from tests.support.http.http_artifacts import real_server
-from tests.support.http.taught_model import ASKED, CALLED, RESULT, TOOLS, VERDICT, taught_artifact
+from tests.support.http.taught_model import ASKED, CALLED, RESULT, TEMPLATE, TOOLS, VERDICT, taught_artifact
 
 ROUTE = "/v1/messages"
 EMPTY = {"type": "object", "properties": {}}
@@ -18,8 +18,11 @@ USED = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city":
 
 
 @pytest.fixture(scope="module")
-def server():
-    with real_server(taught_artifact(), "--api-key", "one") as server:
+def server(tmp_path_factory):
+    """Its template opens the reasoning if ``enable_thinking`` says so."""
+    template = tmp_path_factory.mktemp("messages") / "chat_template.jinja"
+    template.write_text(TEMPLATE.replace("if think is defined", "if enable_thinking"))
+    with real_server(taught_artifact(), "--api-key", "one", "--chat-template", str(template)) as server:
         yield server
 
 
@@ -140,6 +143,17 @@ def test_earlier_thinking_comes_back_and_turns_of_one_role_are_one(server, clien
     assert (read, answer.usage.output_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
 
 
+def test_thinking_is_the_switch_of_the_template(server, client):
+    for kind, switch in (("enabled", True), ("disabled", False)):
+        thinking = {"type": kind, **({"budget_tokens": 1024} if switch else {})}
+        answer = client.messages.create(messages=[ASKED], thinking=thinking, **{**GREEDY, "max_tokens": 20})
+        other = chat(server, [ASKED], max_tokens=20, chat_template_kwargs={"enable_thinking": switch})
+        message = other["choices"][0]["message"]
+        found = [getattr(block, block.type) for block in answer.content]
+        assert found == [text for text in (message["reasoning_content"], message["content"]) if text]
+        assert (answer.content[0].type == "thinking") == switch
+
+
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
 WRONG = [
     ({"max_tokens": None}, "max_tokens"),
@@ -163,7 +177,6 @@ WRONG = [
     ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"thinking": {"type": "on"}}, "thinking.type"),
-    ({"thinking": {"type": "disabled"}}, "thinking.type"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
