@@ -33,18 +33,16 @@ class Module:
     """An old name, and how it behaves otherwise here."""
 
 
-_KERNEL = "call torch.nn.functional.scaled_dot_product_attention, or nki_flash_attn_func of this package"
+_KERNEL = "call nki_flash_attn_func, or scaled_dot_product_attention"
 _PLAIN = "write it in plain PyTorch, which a backend compiles"
-_KV = "GQAQKVColumnParallelLinear replicates key and value heads over the ranks, and sums their gradients"
-_EXPERTS = "one implementation serves prompts and decoding; settings of the blockwise kernel change nothing"
+_KV = "GQAQKVColumnParallelLinear replicates key and value heads itself"
+_EXPERTS = "settings of the blockwise kernel change nothing"
 _BUILDER = "nxd_infer.compat.model_builder"
 _FIRST_BUILDER = (
-    "compiler arguments of all keys are joined; torch.jit.save(model, path) makes a directory, for NxDModel.load(path) "
-    "or, under these names, torch.jit.load(path)"
+    "compiler arguments of all keys are joined; torch.jit.save(model, path) makes a directory"
 )
 _NXD_MODEL = (
-    "save() writes a directory, with the weights if they are set; all ranks run on this host, and forward_mode is "
-    "'default'"
+    "save() writes a directory; all ranks run on this host"
 )
 _UTILITIES = "nxd_infer.compat.utilities"
 
@@ -123,7 +121,7 @@ OLD: dict[str, Module] = {
         names={"rmsg": _UTILITIES},
         device=dict.fromkeys(
             ("recv_from", "recv_python_object", "send", "send_python_object"),
-            "torch.distributed.send() and recv(), or send_object_list() and recv_object_list()",
+            "torch.distributed has them",
         ),
     ),
     "neuronx_distributed.pipeline.partition": Module(

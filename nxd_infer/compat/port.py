@@ -187,7 +187,7 @@ def table() -> str:
             for name, text in texts.items():
                 found.setdefault(what + text, []).append(f"`{path.removeprefix('neuronx_distributed.')}.{name}`")
     for package, text in GONE.items():
-        found.setdefault(text, []).append(f"the rest of `{package}`")
+        found.setdefault(text, []).append(f"`{package}.*`")
     elsewhere = sum(len(module.names) for module in OLD.values())
     lines = [f"| {', '.join(names)} | {text} |" for text, names in found.items()]
     lines.append(f"| {elsewhere} others, listed for {len(OLD)} modules | work, and are at another path here |")
