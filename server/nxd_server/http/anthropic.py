@@ -257,7 +257,9 @@ def _thinking(request: Request, thinking: dict[str, Any] | None) -> dict[str, An
     """Return the variable of the chat template that turns reasoning on or off."""
     if thinking is None:
         return {}
-    check_fields(thinking, frozenset({"type", "budget_tokens"}), "thinking")
+    check_fields(thinking, frozenset({"type", "budget_tokens", "display"}), "thinking")
+    if thinking.get("display") not in (None, "summarized"):
+        raise unsupported("thinking.display", "thinking is shown as it is")
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise bad_request("`thinking.type` must be 'enabled', 'disabled' or 'adaptive'", "thinking.type")

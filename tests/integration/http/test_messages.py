@@ -177,6 +177,7 @@ WRONG = [
     ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"thinking": {"type": "on"}}, "thinking.type"),
+    ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
