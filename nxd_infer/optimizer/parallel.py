@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nxd_infer.comm.launched import require_no_lonely_rank
 from nxd_infer.comm.texts import gather_texts
@@ -272,11 +273,11 @@ class NxDOptimizer(OptimizerWrapper):
                 grad is not None
                 and gradients.is_sequence_parallel(piece.param)
                 and not self._reducer.is_sum(piece.index)
-                and (not self._final or fresh[piece.index] or source is None or grad.data_ptr() != source.data_ptr())
+                and (not self._final or fresh[piece.index] or source is None or not _same_memory(grad, source))
             ):
                 partial.append(grad)
                 source = self._reducer.gradient(piece.index)
-                if source is not None and source.data_ptr() == grad.data_ptr():
+                if source is not None and _same_memory(grad, source):
                     own.append(piece.index)
         gradients.sum_over_tp(partial, self.context)
         self._reducer.settle(summed=own)
@@ -420,6 +421,11 @@ class NxDOptimizer(OptimizerWrapper):
         self.skipped_steps += 1
         warnings.warn(f"step skipped: {message}", stacklevel=4)
         return True
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether one is the other or a view of it. XLA's tensors have no addresses, but storages."""
+    return one is other or StorageWeakRef(one.untyped_storage()) == StorageWeakRef(other.untyped_storage())
 
 
 def _give(param: Tensor, grad: Tensor | None) -> None:

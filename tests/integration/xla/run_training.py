@@ -44,6 +44,8 @@ class Way:
     tp: int = 1
     dp: int = 1
     sequence_parallel: bool = False
+    passes: int = 1
+    """Backward passes before a step, between which the gradients so far are read."""
 
     @property
     def clips(self) -> bool:
@@ -59,7 +61,7 @@ WAYS: dict[int, dict[str, Way]] = {
     },
     4: {
         "tp 4, keys and values on two ranks each": Way(clipping, tp=4),
-        "tp 2, dp 2, ZeRO-1, sequence parallel": Way(zero1, tp=2, dp=2, sequence_parallel=True),
+        "tp 2, dp 2, ZeRO-1, sequence parallel, two passes": Way(zero1, tp=2, dp=2, sequence_parallel=True, passes=2),
     },
 }
 """By the number of replicas, which a process has once. The vocabulary divides by none of the degrees."""
@@ -102,8 +104,13 @@ def on_replicas(way: Way, weights: dict[str, Tensor]) -> list[float]:
         batch = {name: rows.chunk(way.dp)[context.dp.rank].to(replica.device) for name, rows in tokens(ROWS).items()}
         losses = []
         for _ in range(STEPS):
-            loss = model(**batch)[0]
-            loss.backward()
+            loss = torch.zeros((), device=replica.device)
+            for number in range(way.passes):
+                if number > 0:
+                    optimizer.synchronize_gradients()
+                part = model(**{name: rows.chunk(way.passes)[number] for name, rows in batch.items()})[0] / way.passes
+                part.backward()
+                loss += part.detach()
             if way.sequence_parallel and way.optimizer is plain:
                 grads.allreduce_sequence_parallel_gradients(optimizer)
             optimizer.step()
