@@ -56,7 +56,7 @@ def get_model(args):
 
 def mask_tokens(input_ids, step):
     """A fifth of the tokens, the same on every rank that has the same text."""
-    places = torch.arange(input_ids.shape[1]) % 5 == step % 5
+    places = torch.arange(input_ids.shape[1], device=input_ids.device) % 5 == step % 5
     labels = torch.where(places, input_ids, -100)
     return torch.where(places, MASK, input_ids), labels
 

@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from nxd_infer.compat.names import ROOTS
+from nxd_infer.compat.removed import RemovedNamesFinder, give_back
 from nxd_infer.compat.views import View, is_old, is_view, our_module, our_path
 from nxd_infer.errors import NxdError
 
@@ -100,8 +101,9 @@ def install(*, force: bool = False) -> None:
     """Alias ``neuronx_distributed`` and its submodules to this package, in this process. Idempotent.
 
     ``torch_neuronx`` and ``optimum.neuron`` are answered unless the package is installed: an installed one is never
-    hidden. Rank processes of ``parallel_model_trace`` and processes of :mod:`multiprocessing` import the script again,
-    and get the aliases if their caller has them.
+    hidden. An installed torch_xla gets names back that its newer releases lack. Rank processes of
+    ``parallel_model_trace`` and processes of :mod:`multiprocessing` import the script again, and get the aliases if
+    their caller has them.
 
     Raises AliasError if a package ``neuronx_distributed`` is installed or imported; ``force=True`` hides it.
     """
@@ -115,7 +117,8 @@ def install(*, force: bool = False) -> None:
     for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
         del sys.modules[name]
     os.environ.setdefault("USE_TORCH_XLA", "0")  # read by accelerate, which imports it to see whether it is there
-    sys.meta_path.insert(0, _AliasFinder(ALIAS))
+    sys.meta_path[:0] = [_AliasFinder(ALIAS), RemovedNamesFinder()]
+    give_back()
     sys.meta_path.append(_AliasFinder(*(ROOTS.keys() - {ALIAS})))  # asked when no other finder knows a name
     multiprocessing.spawn.get_preparation_data = _prepare_with_aliases
 
@@ -127,7 +130,7 @@ def is_installed() -> bool:
 
 def uninstall() -> None:
     """Remove the aliases; modules that are already imported stay."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AliasFinder)]
+    sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _AliasFinder | RemovedNamesFinder)]
     old = [name for name in sys.modules if any(f"{name}.".startswith(f"{root.partition('.')[0]}.") for root in ROOTS)]
     for name in filter(_is_alias, old):
         del sys.modules[name]

@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.stand_in import modules_of_all
 from nxd_infer.modules.transformer_layers import class_names, transformer_layers
 from nxd_infer.parallel_layers.random import get_xla_rng_tracker
+from nxd_infer.util.devices import on_xla
 
 __all__ = ["apply_activation_checkpoint", "transformer_layers"]
 
@@ -32,6 +34,11 @@ def _recomputed(module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     bound = functools.partial(forward, **kwargs)  # checkpoint() would take arguments that are named like its own
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    if any(map(on_xla, tensors)):
+        # If it saw them, PyTorch would look for a module torch.xla, which torch_xla does not have.
+        bound = functools.partial(bound, *args)
+        return checkpoint(bound, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _XlaAsNow(tensors)))
     return checkpoint(bound, *args, use_reentrant=False, context_fn=_streams_as_now)
 
 
@@ -48,6 +55,28 @@ class _StreamsAsNow:
 
     def __exit__(self, *_: object) -> None:
         get_xla_rng_tracker().set_states(self._outside)
+
+
+class _XlaAsNow(_StreamsAsNow):
+    """Sets torch_xla's random numbers, too, and keeps XLA's compiler from taking the first results for the second."""
+
+    def __init__(self, inputs: list[Tensor]):
+        super().__init__()
+        import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]  # which has made them
+
+        self._xm, self._inputs = xm, [tensor for tensor in inputs if on_xla(tensor)]
+        self._device = self._inputs[0].device  # a backward pass runs in a thread of autograd's, which has its own
+        self._seed = xm.get_rng_state(self._device)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._seed_outside = self._xm.get_rng_state(self._device)
+        self._xm.set_rng_state(self._seed, self._device)
+        self._xm.optimization_barrier_(self._inputs)
+
+    def __exit__(self, *_: object) -> None:
+        self._xm.set_rng_state(self._seed_outside, self._device)
+        super().__exit__()
 
 
 def _streams_as_now() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:

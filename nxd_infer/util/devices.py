@@ -23,6 +23,10 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == HOST.type
 
 
+def on_xla(tensor: Tensor) -> bool:
+    return tensor.device.type == "xla"
+
+
 def group_exists() -> bool:
     """Whether this process is in a process group of ``torch.distributed``."""
     return dist.is_available() and dist.is_initialized()

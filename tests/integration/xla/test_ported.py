@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.integration.xla.rig import SECONDS, require
+from tests.integration.xla.rig import in_a_process, require
 
 require()
 
-from tests.integration.ported.test_programs import EXAMPLES, TRAINING, numbers  # noqa: E402
+from nxd_infer.util.ports import free_port  # noqa: E402
+from tests.integration.ported.test_programs import INFERENCE, TRAINING, numbers  # noqa: E402
+from tests.support.ported import run  # noqa: E402
 
-PROGRAMS = {program: expected for program, expected, _ in TRAINING if program in ("tp_zero1_llama_hf_pretrain.py",)}
+PROGRAMS = [(program, "losses", expected) for program, expected, runs in TRAINING if runs[0] == (1, "")] + INFERENCE
+TORCHRUN = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+ENVIRONMENT = {**TORCHRUN, "MASTER_PORT": free_port(), "PJRT_DEVICE": "CPU"}
 
 
-@pytest.mark.parametrize(("program", "expected"), PROGRAMS.items(), ids=PROGRAMS)
-def test_losses_are_those_of_plain_pytorch(program: str, expected: Callable[[], list[float]], tmp_path: Path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    command = [sys.executable, *launcher, "-m", "nxd_infer.compat", str(EXAMPLES / program)]
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert numbers(done.stdout, "losses") == pytest.approx(expected(), rel=1e-4)
+@pytest.mark.parametrize(("program", "kind", "expected"), PROGRAMS, ids=[program[:-3] for program, _, _ in PROGRAMS])
+def test_they_give_what_plain_pytorch_gives(
+    program: str, kind: str, expected: Callable[[], list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, str(value))
+    shown = run(tmp_path, 1, program)
+    assert numbers(shown, kind) == pytest.approx(expected(), rel=1e-4, abs=1e-6)
+
+
+def test_a_checkpointed_module_drops_the_same_elements_again():
+    shown = in_a_process("run_checkpointed")
+    assert shown["calls"] == 4
+    for found, expected in zip(shown["found"], shown["expected"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert shown["found"][0] != shown["found"][1]
