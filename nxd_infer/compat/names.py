@@ -38,12 +38,8 @@ _PLAIN = "write it in plain PyTorch, which a backend compiles"
 _KV = "GQAQKVColumnParallelLinear replicates key and value heads itself"
 _EXPERTS = "settings of the blockwise kernel change nothing"
 _BUILDER = "nxd_infer.compat.model_builder"
-_FIRST_BUILDER = (
-    "compiler arguments of all keys are joined; torch.jit.save(model, path) makes a directory"
-)
-_NXD_MODEL = (
-    "save() writes a directory; all ranks run on this host"
-)
+_FIRST_BUILDER = "compiler arguments of all keys are joined; torch.jit.save(model, path) makes a directory"
+_NXD_MODEL = "save() writes a directory; all ranks run on this host"
 _UTILITIES = "nxd_infer.compat.utilities"
 
 OLD: dict[str, Module] = {

@@ -34,11 +34,10 @@ def _recomputed(module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     bound = functools.partial(forward, **kwargs)  # checkpoint() would take arguments that are named like its own
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-    if any(map(on_xla, tensors)):
+    if there := [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and on_xla(one)]:
         # If it saw them, PyTorch would look for a module torch.xla, which torch_xla does not have.
         bound = functools.partial(bound, *args)
-        return checkpoint(bound, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _XlaAsNow(tensors)))
+        return checkpoint(bound, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _XlaAsNow(there)))
     return checkpoint(bound, *args, use_reentrant=False, context_fn=_streams_as_now)
 
 
@@ -64,8 +63,8 @@ class _XlaAsNow(_StreamsAsNow):
         super().__init__()
         import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]  # which has made them
 
-        self._xm, self._inputs = xm, [tensor for tensor in inputs if on_xla(tensor)]
-        self._device = self._inputs[0].device  # a backward pass runs in a thread of autograd's, which has its own
+        self._xm, self._inputs = xm, inputs
+        self._device = inputs[0].device  # a backward pass runs in a thread of autograd's, which has its own
         self._seed = xm.get_rng_state(self._device)
 
     def __enter__(self) -> None:
