@@ -53,9 +53,12 @@ class View(ModuleType):
         if name in self._table.device:
             return DeviceName(f"{self.__name__}.{name}", self._table.device[name])
         try:
-            if name not in self._table.names and is_old(f"{self.__name__}.{name}"):
-                return importlib.import_module(f"{self.__name__}.{name}")
-            place = self._place(name)
+            place, below = self._place(name), f"{self.__name__}.{name}"
+            value = None if place is None else getattr(importlib.import_module(place[0]), place[1], None)
+            if value is not None and (name in self._table.names or not isinstance(value, ModuleType)):
+                return value  # also where a module below has the same name, as in our own packages
+            if name not in self._table.names and is_old(below):
+                return importlib.import_module(below)
             if place is None:
                 raise AttributeError("this package has nothing of that name")
             return getattr(importlib.import_module(place[0]), place[1])

@@ -52,6 +52,13 @@ def test_a_module_that_is_absent_is_named_under_both_names():
         importlib.import_module("neuronx_distributed")
 
 
+def test_a_function_is_found_before_the_module_of_its_name():
+    compat.install()
+    trainer = importlib.import_module("neuronx_distributed.trainer")
+    assert trainer.shutdown is nxd_infer.trainer.shutdown
+    assert trainer.checkpoint.save_checkpoint is nxd_infer.save_checkpoint  # a module that ours has elsewhere
+
+
 def test_a_real_package_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package(tmp_path, "neuronx_distributed", "REAL = 1\n", monkeypatch)
     with pytest.raises(compat.AliasError, match="force=True"):
