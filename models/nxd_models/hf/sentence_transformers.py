@@ -6,6 +6,7 @@ longest text, ``config_sentence_transformers.json`` the prompts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,17 @@ def activation_fields(model_dir: Path) -> dict[str, Any]:
     file = model_dir / _PROMPTS_FILE
     named = read_json(file).get("activation_fn") if file.is_file() else None
     return {"sentence_transformers": {"activation_fn": named}} if named else {}
+
+
+def matryoshka(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``matryoshka``: the sizes to which ``config.json`` says that vectors may be cut, True for any; {} without
+    such a field."""
+    sizes = raw.get("matryoshka_dimensions")
+    if sizes is None:
+        return {"matryoshka": True} if raw.get("is_matryoshka") else {}
+    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+        raise ModelConfigError(f"config.json: matryoshka_dimensions = {sizes!r}: expected a list of whole numbers")
+    return {"matryoshka": sizes}
 
 
 def files(model_dir: Path) -> list[str]:

@@ -204,6 +204,7 @@ def _plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> 
         if module.get("dense"):
             dimensions = module["dense"][-1]["outputs"]
         metadata |= {"dimensions": dimensions, **module, **sentence.prompts(directory.path)}
+        metadata |= sentence.matryoshka(directory.raw)
     elif task in LABELLED:
         metadata |= {"labels": list(config.labels), "scores": config.scores}
     buckets = {name: _example(b, s) for name, (b, s) in shapes.items()}

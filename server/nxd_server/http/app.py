@@ -16,7 +16,8 @@ from nxd_server.http.openai import models, responses
 from nxd_server.http.openai.chat import chat
 from nxd_server.http.openai.completions import completions
 from nxd_server.http.openai.embeddings import classify, embeddings
-from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody
+from nxd_server.http.openai.pooling import pooling
+from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PoolingBody
 from nxd_server.http.openai.scoring import RerankBody, ScoreBody, rerank, score
 from nxd_server.http.ops import health
 from nxd_server.http.predict import PredictBody, predict
@@ -51,7 +52,10 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     _post(app, "/v1/messages", anthropic.MessagesBody, anthropic.messages)
     _post(app, "/v1/messages/count_tokens", anthropic.CountBody, anthropic.count_tokens)
     _post(app, "/v1/embeddings", EmbeddingBody, embeddings)
-    _post(app, "/v1/classify", ClassifyBody, classify)
+    for path in ("/v1/classify", "/classify"):
+        _post(app, path, ClassifyBody, classify)
+    for path in ("/v1/pooling", "/pooling"):
+        _post(app, path, PoolingBody, pooling)
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
         _post(app, path, RerankBody, rerank)
     for path in ("/v1/score", "/score"):

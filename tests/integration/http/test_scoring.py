@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 import torch
 
@@ -134,3 +136,48 @@ def test_a_classifier_of_several_labels_has_no_score():
     with real_server(artifact) as server:
         body = {"query": "a", "documents": ["b"]}
         assert "3 labels" in is_error(server.post("/rerank", body), 400, code="task_not_supported")["message"]
+
+
+def test_classify_and_pooling_give_the_same_numbers(cross_encoder):
+    from sentence_transformers import CrossEncoder
+
+    server, model_dir = cross_encoder
+    theirs, texts = CrossEncoder(str(model_dir), device="cpu"), [[QUERY, text] for text in DOCUMENTS]
+    expected = torch.tensor(theirs.predict(texts))[:, None]
+    verdicts = server.post("/classify", {"input": texts}).json()["data"]
+    is_close(torch.tensor([one.get("probs", one.get("scores")) for one in verdicts]), expected)
+    assert all(one["label"] == "relevant" and one["num_classes"] == 1 for one in verdicts)
+    answer = server.post("/pooling", {"input": texts, "task": "classify"}).json()
+    assert all(one["object"] == "pooling" for one in answer["data"]) and answer["usage"]["total_tokens"] > 20
+    is_close(torch.tensor([one["data"] for one in answer["data"]]), expected)
+    logits = torch.tensor(theirs.predict(texts, activation_fn=torch.nn.Identity()))[:, None]
+    for route, name in (("/classify", "scores"), ("/pooling", "data")):
+        raw = server.post(route, {"input": texts, "use_activation": False}).json()["data"]
+        is_close(torch.tensor([one[name] for one in raw]), logits)
+    ids = server.post("/tokenize", {"prompt": QUERY}).json()["tokens"]
+    is_close(
+        torch.tensor([server.post("/pooling", {"input": ids}).json()["data"][0]["data"]]),
+        torch.tensor([server.post("/pooling", {"input": QUERY}).json()["data"][0]["data"]]),
+    )
+    is_error(server.post("/pooling", {"input": "a", "task": "embed"}), 400, "task")
+    is_error(server.post("/pooling", {"input": "a", "dimensions": 8}), 400, "dimensions")
+
+
+def test_vectors_of_a_matryoshka_model_are_cut_and_normalised():
+    from sentence_transformers import SentenceTransformer
+
+    model_dir, artifact = trace_encoder("bert", "embed", matryoshka_dimensions=[8, 16])
+    texts = ["A raise statement", "x"]
+    theirs = SentenceTransformer(str(model_dir), device="cpu", truncate_dim=8)
+    expected = theirs.encode(texts, normalize_embeddings=True)
+    with real_server(artifact) as server:
+        for body in ({"dimensions": 8}, {"dimensions": 8, "encoding_format": "base64"}):
+            for route, name in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
+                rows = [one[name] for one in server.post(route, {"input": texts, **body}).json()["data"]]
+                if "encoding_format" in body:
+                    rows = [list(memoryview(base64.b64decode(row)).cast("f")) for row in rows]
+                is_close(torch.tensor(rows), expected)
+        for wrong in (0, 9, 64):
+            error = is_error(server.post("/v1/embeddings", {"input": "a", "dimensions": wrong}), 400, "dimensions")
+            assert "one of 8, 16, or 32" in error["message"]
+        assert len(server.post("/v1/embeddings", {"input": "a", "dimensions": 32}).json()["data"][0]["embedding"]) == 32

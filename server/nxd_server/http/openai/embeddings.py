@@ -31,6 +31,7 @@ from nxd_server.http.request_context import (
 if TYPE_CHECKING:
     import torch
 
+    from nxd_server.app.service import Service
     from nxd_server.engine.text_encoder import Encoded, TextEncoder, Tokens
 
 Text = str | tuple[str, str] | list[int]
@@ -43,16 +44,10 @@ async def embeddings(request: Request, body: EmbeddingBody) -> JSONResponse:
     service = context_of(request).service
     check_model(service, body.model)
     require_task(service, "/v1/embeddings", "embed")
-    outputs = (spec for bucket in service.manifest.buckets for spec in bucket.outputs)
-    size = next((spec.shape[-1] for spec in outputs if spec.name == "embedding"), None)
-    if body.dimensions is not None and body.dimensions != size:
-        raise unsupported("dimensions", f"this model's embeddings have {size}, got {body.dimensions}")
-    results = await encode_input(
-        request, body.input, prompt_name=body.prompt_name, truncate_prompt_tokens=body.truncate_prompt_tokens
-    )
+    results, vectors = await embed(request, body)
     data = [
-        {"object": "embedding", "index": index, "embedding": vector_of(result.values, body.encoding_format)}
-        for index, result in enumerate(results)
+        {"object": "embedding", "index": index, "embedding": encoded(vector, body.encoding_format)}
+        for index, vector in enumerate(vectors)
     ]
     return JSONResponse({"object": "list", "data": data, "model": service.model_name, "usage": usage_of(results)})
 
@@ -69,9 +64,9 @@ async def classify(request: Request, body: ClassifyBody) -> JSONResponse:
         raise unsupported("aggregation_strategy", "of a model that classifies whole texts")
     results = await encode_input(request, body.input, truncate_prompt_tokens=body.truncate_prompt_tokens)
     encoder = service.require_encoder()
+    scores = encoder.scores if body.use_activation else "none"
     data = [
-        {"index": index, **verdict_on(result.values, encoder.labels, encoder.scores)}
-        for index, result in enumerate(results)
+        {"index": index, **verdict_on(result.values, encoder.labels, scores)} for index, result in enumerate(results)
     ]
     head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
     return JSONResponse({**head, "model": service.model_name, "data": data, "usage": usage_of(results)})
@@ -86,6 +81,8 @@ async def _entities(request: Request, body: ClassifyBody) -> JSONResponse:
         raise bad_request("`input` of a token classifier must be a text or a list of texts", "input")
     if body.truncate_prompt_tokens is not None:
         raise unsupported("truncate_prompt_tokens", "of a token classifier: what is cut off has no labels")
+    if not body.use_activation:
+        raise unsupported("use_activation", "of a token classifier's entities; /pooling gives the logits")
     results = await encode_input(request, texts)
     encoder, strategy = service.require_encoder(), body.aggregation_strategy or "simple"
 
@@ -196,7 +193,37 @@ def _parts(text: Text) -> Sequence[str]:
     return (text,) if isinstance(text, str) else text if isinstance(text, tuple) else ()
 
 
-def vector_of(values: torch.Tensor, form: str) -> list[float] | str:
+async def embed(request: Request, body: EmbeddingBody) -> tuple[list[Encoded], list[torch.Tensor]]:
+    """Return every text's result, and its vector with as many dimensions as ``body`` asks for."""
+    service = context_of(request).service
+    size = _dimensions(service, body.dimensions)
+    results = await encode_input(
+        request, body.input, prompt_name=body.prompt_name, truncate_prompt_tokens=body.truncate_prompt_tokens
+    )
+    vectors = [result.values[:size] for result in results]
+    if size is not None and service.metadata.get("normalize"):
+        vectors = [vector / vector.norm().clamp(min=1e-12) for vector in vectors]
+    return results, vectors
+
+
+def _dimensions(service: Service, asked: int | None) -> int | None:
+    """Return the number of dimensions to which vectors are cut, None for all. Raises ApiError 400."""
+    outputs = (spec for bucket in service.manifest.buckets for spec in bucket.outputs)
+    size = next((spec.shape[-1] for spec in outputs if spec.name == "embedding"), 0)
+    if asked is None or asked == size:
+        return None
+    allowed = service.metadata.get("matryoshka")
+    if not allowed:
+        why = f"this model's embeddings have {size}, and its config.json has no `is_matryoshka` or "
+        raise unsupported("dimensions", f"{why}`matryoshka_dimensions`, so fewer would mean little; got {asked}")
+    if not 1 <= asked <= size or (allowed is not True and asked not in allowed):
+        known = f"from 1 to {size}" if allowed is True else f"one of {', '.join(map(str, allowed))}, or {size}"
+        raise bad_request(f"`dimensions` must be {known} for this model, got {asked}", "dimensions")
+    return asked
+
+
+def encoded(values: torch.Tensor, form: str) -> list[Any] | str:
+    """Return numbers as lists, or as the base64 of float32 in their order."""
     if form == "float":
         return values.tolist()
     return base64.b64encode(values.float().numpy().astype("<f4").tobytes()).decode("ascii")

@@ -231,7 +231,16 @@ class EmbeddingBody(Body):
     prompt_name: str | None = Field(
         None, description="The model's prompt to prepend to a text; by default the model's default one."
     )
-    dimensions: Whole | None = Field(None, description="Only the model's own size.")
+    dimensions: Whole | None = Field(
+        None, description="Cut a vector to this size and normalise it again: of a Matryoshka model."
+    )
+
+
+class PoolingBody(EmbeddingBody):
+    """``POST /pooling``."""
+
+    task: Literal["embed", "classify", "token_classify"] | None = Field(None, description="Only what the model is for.")
+    use_activation: bool = Field(True, description="False: a classifier's logits instead of probabilities.")
 
 
 class ClassifyBody(Body):
@@ -242,6 +251,7 @@ class ClassifyBody(Body):
     input: Any = Field(..., description="As for embeddings, or a list of pairs of texts, each pair one input.")
     model: str | None = None
     truncate_prompt_tokens: Whole | None = Field(None, description=TRUNCATE)
+    use_activation: bool = Field(True, description="False: logits instead of probabilities.")
     aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = Field(
         None, description="Of a token classifier: how tokens become entities, as in transformers. Default: simple."
     )
