@@ -129,7 +129,8 @@ def all_reduce(
 ) -> Any:
     """Return the reduced tensor, times ``scale``; of a list, reduce the tensors in place and return it."""
     if isinstance(inputs, Tensor):
-        return _reduced(reduce_type, inputs, groups) * scale if runtime.world_size() > 1 else inputs.clone()
+        reduced = _reduced(reduce_type, inputs, groups) if runtime.world_size() > 1 else inputs.clone()
+        return reduced if scale == 1.0 else reduced * scale  # counts stay integers
     with torch.no_grad():
         for x in inputs:
             x.copy_(all_reduce(reduce_type, x, scale, groups))
@@ -256,9 +257,10 @@ unlazy = optimization_barrier_ = wait_device_ops
 
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
-    """Save with torch.save(), on the first rank of each machine, of all machines, or on every rank."""
+    """Save with torch.save(), on the first rank of each machine, of all machines, or on every rank; all ranks wait."""
     if not master_only or is_master_ordinal(local=not global_master):
         torch.save(data, file_or_path)
+    rendezvous("save")
 
 
 def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,13 @@ def each_collective() -> None:
         close(given[1].detach(), stacked.sum(0)[0] * 2)
     half = xm.all_reduce(xm.REDUCE_SUM, torch.full((2,), 1 + 2**-7, dtype=torch.bfloat16))
     assert half.dtype == torch.bfloat16 and half[0] == world * (1 + 2**-7)
+    count = xm.all_reduce(xm.REDUCE_SUM, torch.tensor([2**24 + 1]))  # more than float32 can tell apart
+    assert count.dtype == torch.int64 and count.item() == world * (2**24 + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = xm.rendezvous("path", str(folder).encode())[0].decode() + "/x.pt"
+        xm.save({"x": x}, path, global_master=True)
+        assert torch.load(path)["x"].shape == x.shape, "all ranks may load what one has saved"
+        xm.rendezvous("loaded")
     moved = xm.collective_permute(x, [[here, here + 1] for here in range(world - 1)])
     everyone = gathered(x, list(range(world)), None)
     assert torch.equal(moved, everyone[rank - 1] if rank else torch.zeros_like(x))
