@@ -127,9 +127,14 @@ def _each(function: Callable[[Tensor], Tensor], value: Any, output: Any) -> Any:
 def all_reduce(
     reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups = None, pin_layout: bool = True
 ) -> Any:
-    """Return the reduced tensor, times ``scale``; of a list, reduce the tensors in place and return it."""
+    """Return the reduced tensor, times ``scale``; of a list, reduce the tensors in place and return it.
+
+    One rank alone gets a copy, without the scale, as from torch_xla.
+    """
     if isinstance(inputs, Tensor):
-        reduced = _reduced(reduce_type, inputs, groups) if runtime.world_size() > 1 else inputs.clone()
+        if runtime.world_size() == 1:
+            return inputs.clone()
+        reduced = _reduced(reduce_type, inputs, groups)
         return reduced if scale == 1.0 else reduced * scale  # counts stay integers
     with torch.no_grad():
         for x in inputs:
