@@ -40,6 +40,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # XLA compiles in half the time so, what is small and runs a few times. xla/test_serving does without.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+# The stand-in for torch_xla, which some tests ask for, is no device for transformers. Read when that loads.
+os.environ.setdefault("USE_TORCH_XLA", "0")
+
 # Inductor's kernels are compiled as for users; what calls them takes three quarters of its time to compile so.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 

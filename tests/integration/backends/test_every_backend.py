@@ -94,18 +94,6 @@ def test_states_are_kept_over_calls_reset_and_untouched_by_wrong_inputs(model: T
     assert len({rank.pid for rank in health}) == (1 if one else 2)
 
 
-def test_a_state_of_one_rank_is_read_and_replaced(model: TensorParallelModel) -> None:
-    model.update_weights(weights(0))
-    model.reset_states()
-    model(*STEPS[0])
-    (name,) = (spec.name for spec in model.manifest.states)
-    kept = model.state(name, 1)
-    assert kept.any() and torch.equal(model.state(name, 1, kept * 2), kept * 2)
-    assert torch.equal(model.state(name, 0), kept) and torch.equal(model.state(name, 1), kept * 2)
-    model.state(name, 1, kept)
-    assert close(calls(model, STEPS[1:]), models.expected(STEPS)[1:])
-
-
 def test_new_weights_replace_the_old_ones_states_stay_and_a_killed_process_is_an_error(
     model: TensorParallelModel,
 ) -> None:
