@@ -262,10 +262,12 @@ unlazy = optimization_barrier_ = wait_device_ops
 
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
-    """Save with torch.save(), on the first rank of each machine, of all machines, or on every rank; all ranks wait."""
+    """Save with torch.save(), on the first rank of each machine, of all machines, or on every rank.
+
+    Nobody waits, as in torch_xla: a program that goes on to read the file calls :func:`rendezvous` first.
+    """
     if not master_only or is_master_ordinal(local=not global_master):
         torch.save(data, file_or_path)
-    rendezvous("save")
 
 
 def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:
