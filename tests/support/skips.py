@@ -19,6 +19,7 @@ OF_A_MACHINE = (
     r"kubectl is not installed",
 )
 OF_AN_OLDER_TORCH = (r"the native operators need torch 2\.13 or newer",)
+WITH_XLA = (r"torch_xla is installed, which compat never hides",)
 WITHOUT_XLA = (r"torch_xla is not installed", r"it lacks .*\btorch_xla 2\.9")
 ON_NEURON = (
     r"it asks the stand-in",
@@ -31,8 +32,7 @@ def allowed() -> Iterator[str]:
     yield from OF_A_MACHINE
     if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):
         yield from OF_AN_OLDER_TORCH
-    if importlib.util.find_spec("torch_xla") is None:
-        yield from WITHOUT_XLA
+    yield from WITHOUT_XLA if importlib.util.find_spec("torch_xla") is None else WITH_XLA
     if os.environ.get("NXD_INFER_REAL_NEURON") == "1":
         yield from ON_NEURON
 

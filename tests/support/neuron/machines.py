@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from nxd_infer.backends.neuron import cores
 from nxd_infer.util.core_locks import lock_folder
 
@@ -57,3 +59,9 @@ def neuron_machine(root: Path, instance: str = "inf2.48xlarge", devices: int = 1
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def forget(patch: pytest.MonkeyPatch) -> None:
+    """Until ``patch`` is undone, the stand-in that an earlier test of this process has imported is not."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch_neuronx"]:
+        patch.delitem(sys.modules, name)

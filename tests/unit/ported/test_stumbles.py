@@ -12,6 +12,7 @@ from nxd_infer.checkpoint.api import load_checkpoint
 from nxd_infer.modules.lora import LoraConfig, LoRAModel
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from tests.support.checkpoint.reference import write
+from tests.support.neuron.machines import forget
 
 LINES = {
     "ring attention is imported beside flash attention": """
@@ -65,7 +66,8 @@ assert not hasattr(neuronx_distributed.trace, "nothing_of_the_kind") and not has
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_programs_go_on_where_they_stopped(line: str):
+def test_programs_go_on_where_they_stopped(line: str, monkeypatch: pytest.MonkeyPatch):
+    forget(monkeypatch)
     compat.install()
     try:
         exec(LINES[line], {"torch": torch, "__name__": "script"})
