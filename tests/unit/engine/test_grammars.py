@@ -42,6 +42,7 @@ def drawn(tokenizer, grammar, rng, most):
 
 
 INTEGER = {"type": "integer", "minimum": -99, "maximum": 401}
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 SCHEMAS = [
     INTEGER,
     {"type": "string", "pattern": "[a-c]+[0-9]{2}", "maxLength": 8},
@@ -64,6 +65,56 @@ def test_json_of_a_schema_is_accepted_by_a_validator(schema):
     for text in texts:
         jsonschema.validate(json.loads(text), schema)
     assert "const" in schema or len(set(texts)) > 1
+
+
+def any_schema(rng: random.Random, depth: int = 3) -> dict:
+    """A schema of the keywords that people and their libraries write, which some value of few tokens satisfies."""
+    kinds = ["integer", "number", "string", "boolean", "null", "enum", "const", "pattern", "format"]
+    kind = rng.choice(kinds + 2 * ["array", "tuple", "object", "map", "anyOf"] if depth else kinds)
+    low, inner = rng.randint(-50, 50), depth - 1
+    names = rng.sample(["a", "b c", 'd"e', "é", "long_name", "$f", ""], rng.randint(0, 4))
+    values = rng.sample([None, True, -3, 2.5, "x", 'a "b"\n', [], [1, {"k": None}], {"z": []}], rng.randint(1, 4))
+    return {
+        "integer": lambda: {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 300)},
+        "number": lambda: {"type": "number", "exclusiveMinimum": low, "maximum": low + 1.5},
+        "string": lambda: {"type": ["string", "null"], "minLength": low % 4, "maxLength": low % 4 + rng.randint(0, 6)},
+        "boolean": lambda: {"type": "boolean", "title": "T", "description": "D", "default": False},
+        "null": lambda: {"type": "null"},
+        "enum": lambda: {"enum": values},
+        "const": lambda: {"const": values[0]},
+        "pattern": lambda: {"type": "string", "pattern": rng.choice(["^[a-z]{2,5}$", "^(ab|c)+[0-9]$", "x?y"])},
+        "format": lambda: {"type": "string", "format": rng.choice(["date", "uuid", "ipv4", "ipv6", "email"])},
+        "array": lambda: {"type": "array", "items": any_schema(rng, inner), "minItems": low % 2, "maxItems": 3},
+        "tuple": lambda: {"type": "array", "prefixItems": [any_schema(rng, inner) for _ in values], "items": False},
+        "object": lambda: {
+            "type": "object",
+            "properties": {name: any_schema(rng, inner) for name in names},
+            "required": names[: rng.randint(0, len(names))],
+            "additionalProperties": False,
+        },
+        "map": lambda: {"type": "object", "additionalProperties": any_schema(rng, inner)},
+        "anyOf": lambda: (
+            {
+                "anyOf": [any_schema(rng, inner), {"$ref": "#/$defs/d"}],
+                "$defs": {"d": any_schema(rng, 0)},
+            }
+            if depth == 3
+            else {"anyOf": [any_schema(rng, inner) for _ in values]}
+        ),
+    }[kind]()
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_complete_answers_of_random_schemas_are_accepted_by_a_validator(part: int):
+    complete = 0
+    for seed in range(50 * part, 50 * part + 50):
+        rng = random.Random(seed)
+        schema = any_schema(rng)
+        text = drawn(byte_level(), compiled(byte_level(), json=schema), rng, 400)
+        if text is not None:  # cut: not complete
+            complete += 1
+            jsonschema.validate(json.loads(text), schema, format_checker=FORMATS)
+    assert complete >= 35
 
 
 WRONG = [
