@@ -19,6 +19,7 @@ from nxd_server.app.service import Service
 from nxd_server.errors import SettingsError
 from nxd_server.http.app import create_app
 from nxd_server.http.ops import logs
+from nxd_server.http.protocol import MOST_BY_DEFAULT
 from nxd_server.settings import ServerSettings, load_settings
 
 CLOSE_SECONDS = 15
@@ -113,7 +114,7 @@ def build(arguments: Arguments) -> serve.Application:  # Ray Serve reads the ann
         ray_actor_options=actor,
         autoscaling_config=AutoscalingConfig(policy=policy, **arguments.autoscaling),
         # More than a replica takes: its own queue says when it is full (429), as without Ray.
-        max_ongoing_requests=int(manifest.metadata.get("slots", 1)) + 2 * settings.max_queued_requests,
+        max_ongoing_requests=2 * MOST_BY_DEFAULT,
         graceful_shutdown_timeout_s=settings.drain_timeout + CLOSE_SECONDS,
         health_check_period_s=5,
     )

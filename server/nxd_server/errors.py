@@ -135,13 +135,19 @@ class TextTooLongError(RequestError):
 
 
 class QueueFullError(ServerError):
-    """Too many requests are waiting."""
+    """Too much is waiting, or it would take too long."""
 
     status = 429
 
     def __init__(self, message: str, retry_after: float = 1.0):
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RateLimitError(QueueFullError):
+    """The holder of a key has used what the key's limits allow."""
+
+    code = "rate_limit_exceeded"
 
 
 class EngineUnavailableError(ServerError, RuntimeError):

@@ -150,7 +150,7 @@ class LLM:
             self.tokenizer = _tokenizer(self.model.artifact)
             self.chat_template = ChatTemplate.from_dir(self.model.artifact)
             self.encoder: TextEncoder | None = None
-            engine_options = {"max_queued_requests": UNLIMITED, "restart_limit": 0, "idle_probe": None} | engine_options
+            engine_options = {"restart_limit": 0, "idle_probe": None} | engine_options
             if self.task == "generate":
                 # The caller waits for complete answers, so prefill as fast as possible, even if it delays decoding.
                 engine_options = {"stall_ratio": math.inf} | engine_options

@@ -127,7 +127,7 @@ class ServerSettings:
         check=key_list,
     )
     api_keys_file: Path | None = setting(
-        KEYS, None, "File with one key per line, for secrets mounted by a host.", kind=Path
+        KEYS, None, "File of keys, or of JSON objects with their SHA-256 and limits, one a line.", kind=Path
     )
     admin_key: str | None = setting(
         KEYS,
@@ -193,10 +193,20 @@ class ServerSettings:
     weights_drain_timeout: float = seconds(
         WEIGHTS, 60.0, "Seconds running requests may take to finish before a weight swap is abandoned."
     )
-    max_queued_requests: int = setting(
+    max_queued_tokens: int = setting(
         REQUESTS,
-        128,
-        "Choices (prompts times n) that may wait for a free slot; further ones are answered 429.",
+        2**24,
+        "Prompt tokens (of one-shot models: numbers of inputs) that may wait; then 429.",
+        minimum=1,
+    )
+    max_queue_wait: float | None = seconds(
+        REQUESTS, None, "Seconds a request may wait, as foretold; then 429. By default `request_timeout`."
+    )
+    max_queued_requests: int | None = setting(
+        REQUESTS,
+        None,
+        "Choices (prompts times n) that may wait; then 429. By default any number.",
+        kind=int,
         minimum=0,
     )
     max_choices: int = setting(REQUESTS, 64, "Largest number of prompts times n per request.", minimum=1)
@@ -358,23 +368,6 @@ class ServerSettings:
             if name not in known:
                 raise SettingsError(f"no server setting is named {name!r}{did_you_mean(name, known)}")
         return cls(**found)
-
-    def keys(self) -> tuple[bytes, ...]:
-        """Return the keys as UTF-8 bytes, from the setting and the file; empty if the server is open to everyone.
-
-        Raises:
-            SettingsError: ``api_keys_file`` cannot be read, or holds no key; or the admin key is among them.
-        """
-        keys = [key.strip().encode() for key in self.api_keys]
-        if self.api_keys_file is not None:
-            lines = read_text(self.api_keys_file, "api_keys_file").splitlines()
-            found = [line.strip().encode() for line in lines if line.strip()]
-            if not found:
-                raise SettingsError(f"api_keys_file {str(self.api_keys_file)!r} holds no key; expected one per line")
-            keys += found
-        if self.admin() in keys:
-            raise SettingsError("admin_key is one of api_keys too: whoever may ask could change what is served")
-        return tuple(dict.fromkeys(keys))
 
     def admin(self) -> bytes | None:
         """Return the admin key as UTF-8 bytes; None if the admin routes are closed."""

@@ -16,6 +16,8 @@ from nxd_infer.errors import NxdError
 from nxd_server.errors import EngineUnavailableError, QueueFullError, forget_frames
 
 T = TypeVar("T")
+MOST_ASIDE = 4096
+"""Jobs that may wait for their turn in a thread, if no setting says how many: as many as connections."""
 
 
 def keep_off(cores: Iterable[int]) -> None:
@@ -34,12 +36,12 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 class ConcurrencyLimit:
-    """Up to ``width`` jobs run at a time, each in a thread, which stays for the next; ``queue`` more may wait.
-    Only for the event loop's thread."""
+    """Up to ``width`` jobs run at a time, each in a thread, which stays for the next; ``queue`` more may wait, or
+    :data:`MOST_ASIDE`. Only for the event loop's thread."""
 
-    def __init__(self, what: str, width: int, queue: int):
+    def __init__(self, what: str, width: int, queue: int | None):
         self._what = what
-        self._most = width + queue
+        self._most = width + (MOST_ASIDE if queue is None else queue)
         self._turns = asyncio.Semaphore(width)
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._threads = self._running = 0

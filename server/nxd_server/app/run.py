@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.errors import NxdError
 from nxd_infer.util.memory import keep_little
+from nxd_server.api_keys import read_keys
 from nxd_server.app.prepare import prepare
 from nxd_server.app.service import Service
 from nxd_server.http.listener import bind
@@ -83,7 +84,7 @@ def serve_service(settings: ServerSettings, make_service: Callable[[Callable[[st
     # Texts are tokenized one at a time; the library would start a thread per core for them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        settings.keys()
+        read_keys(settings)
         listener = bind(settings.host, settings.port, settings.connection_timeout)
     except NxdError as error:
         logger.error("%s", error)
@@ -103,6 +104,8 @@ class _Run:
         self._failed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop
         self._service: Service
+        self._reload: Callable[[], None] = lambda: None
+        """Reads again what may change while the server runs."""
 
     async def main(self, make_service: Callable[[Callable[[str], None]], Service]) -> int:
         """Serve until the end; return the exit status."""
@@ -111,10 +114,13 @@ class _Run:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._on_signal, number)
+            if self._settings.api_keys_file is not None:
+                self._loop.add_signal_handler(signal.SIGHUP, lambda: self._reload())
         service.start()  # the ranks import and load while this process imports the HTTP layer
         from nxd_server.http.server import make_server  # slow: uvicorn and FastAPI
 
         app, server = make_server(service, self._settings)
+        self._reload = app.state.context.keys.reload
         gc.freeze()  # nor scan them during requests: a full collection took 30 ms
         gc.enable()
         host, port = self._listener.getsockname()[:2]

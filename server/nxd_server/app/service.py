@@ -262,6 +262,8 @@ class Service:
         settings = self.settings
         options: dict[str, Any] = {
             "max_queued_requests": settings.max_queued_requests,
+            "max_queued_tokens": settings.max_queued_tokens,
+            "max_queue_wait": settings.max_queue_wait,
             "restart_limit": settings.max_restarts,
             "idle_probe": IDLE_PROBE_SECONDS,
         }
@@ -465,9 +467,9 @@ class Service:
             raise self._unavailable()
 
     @property
-    def room(self) -> int:
+    def room(self) -> float:
         """How many choices run and wait at most."""
-        return (0 if self._engine is None else self._engine.queue.capacity) + self.settings.max_queued_requests
+        return 0 if self._engine is None else self._engine.queue.most
 
     def adapters(self) -> list[Adapter]:
         """Return the adapters that requests may name."""

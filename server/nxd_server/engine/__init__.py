@@ -1,12 +1,12 @@
 """The engine: slots, buckets and steps. It knows tokens and tensors, never HTTP.
 
-    engine = Engine(model, tokenizer=None, max_queued_requests=128, ...)   # decoders: metadata task "generate"
+    engine = Engine(model, tokenizer=None, max_queued_tokens=None, ...)   # decoders: metadata task "generate"
     engine.start()                      # runs every graph once, measures it, then accepts requests
     ticket = engine.submit(prompt_ids, SamplingParams(...), on_event, timeout=None, request_id=None)
     ticket.cancel()                     # from any thread; the slot is free when the step in flight ends
     engine.stats(); engine.health(); engine.drain(timeout); engine.close(); engine.wait_failed(timeout)
 
-    oneshot = OneShotEngine(model, max_delay_ms=2.0, max_queued_requests=128)   # everything else
+    oneshot = OneShotEngine(model, max_delay_ms=2.0, max_queued_tokens=None)   # everything else
     future = oneshot.submit({"input_ids": tensor, ...}, timeout=None)           # Future[dict[str, Tensor]]
 
 ``submit`` raises RequestError, PromptTooLongError, QueueFullError or EngineUnavailableError at once; later failures

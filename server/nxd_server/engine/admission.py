@@ -1,20 +1,26 @@
-"""What lies between callers and the engine's thread: how many requests may wait, and which may begin while weights are
+"""What lies between callers and the engine's thread: how much may wait, and what may begin while weights are
 swapped."""
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from nxd_server.accounts import ANONYMOUS, Account
+from nxd_server.engine.fair_queue import Waiting
 from nxd_server.errors import (
     EngineUnavailableError,
     QueueFullError,
     RequestError,
     WeightsBusyError,
 )
+
+KNOWN = 2
+"""How often the whole capacity must have been taken anew by requests that waited before a wait is foretold."""
 
 
 def check_timeout(timeout: float | None) -> None:
@@ -24,12 +30,24 @@ def check_timeout(timeout: float | None) -> None:
 
 
 class QueueLimit:
-    """Counts the requests of one engine, and rejects those that would wait behind too many."""
+    """Counts the requests of one engine, and rejects those that would wait behind too much, or for too long.
 
-    def __init__(self, lock: threading.Condition, max_queued_requests: int, capacity: int):
-        """``lock`` is the engine's; ``capacity``: requests that fit without queueing."""
-        self.max_queued_requests = max_queued_requests
+    Where several accounts wait, none can fill the queue for the others: what is within an account's equal share of a
+    limit is taken even if the others have more than theirs.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Condition,
+        capacity: int,
+        max_requests: int | None = None,
+        max_tokens: int | None = None,
+        max_wait: float | None = None,
+    ):
+        """``lock`` is the engine's; ``capacity``: requests that fit without queueing. Of the requests that wait,
+        ``max_requests``: how many, ``max_tokens``: with how many tokens, ``max_wait``: for how many seconds."""
         self.capacity = capacity
+        self.max_requests, self.max_tokens, self.max_wait = max_requests, max_tokens, max_wait
         self.draining = False
         """Whether new requests are rejected."""
         self.inside = 0
@@ -41,37 +59,107 @@ class QueueLimit:
         self.rejected: Counter[str] = Counter()
         """By reason: ``queue_full``, ``unavailable``, ``invalid``."""
         self._lock = lock
-        self._request_seconds = 0.0
-        """A moving average of the time per request."""
+        self._waiting: Counter[str] = Counter()
+        """Requests that have not begun, by account, without zeros ..."""
+        self._tokens: Counter[str] = Counter()
+        """... and their tokens; only changed with the lock held."""
+        self._answer = 0.0
+        """A moving average of the tokens of an answer."""
+        self._full_since: float | None = None
+        """Since when all capacity is in use and others wait; None: it is not so."""
+        self._begun = self._work = self._seconds = 0.0
+        """Of the last requests that had to wait and began: their number, their work in tokens, and how long it took."""
 
-    def check(self, requests: int) -> None:
-        """Raise QueueFullError if ``requests`` would wait behind too many others; free capacity counts."""
-        limit = self.capacity + self.max_queued_requests
-        if self.inside + requests <= limit:
+    @property
+    def most(self) -> float:
+        """How many requests may be inside."""
+        return math.inf if self.max_requests is None else self.capacity + self.max_requests
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the requests that have not begun."""
+        return self._tokens.total()
+
+    def check(self, whole: WholeRequest, requests: int, tokens: int, timeout: float | None = None) -> None:
+        """Raise QueueFullError if ``requests`` would wait behind too much, or longer than they may; free capacity
+        counts. RateLimitError if the account has no tokens left. Call with the lock held.
+
+        ``tokens``: of all of them. ``timeout``: seconds that they may take in all; they must begin before.
+        """
+        if not whole.taken:
+            whole.account.check_tokens()
+        ahead = self.inside - self.capacity
+        if ahead + requests <= 0:
             return
-        waiting = max(0, self.inside - self.capacity)
-        raise self.full(
-            f"{waiting} requests are waiting and at most {self.max_queued_requests} may; try again later", waiting
-        )
+        owner, held = whole.owner, self._tokens.total()
+        owners = len({owner, *self._waiting})
+        wait = self._wait(owner, owners)
+        for limit, what, waiting, more, own in (
+            (self.max_requests, "requests", ahead, requests, self._waiting[owner]),
+            (self.max_tokens, "prompt tokens", held, tokens if held else 0, self._tokens[owner]),
+        ):
+            if limit is not None and waiting + more > limit and (owners == 1 or own + more > limit / owners):
+                raise self._full(f"{max(0, waiting)} {what} are waiting and at most {limit} may", wait)
+        longest = min(timeout or math.inf, self.max_wait or math.inf)
+        if wait > longest:
+            why = f"{held} prompt tokens are waiting, and a request would begin in {wait:.0f} s"
+            raise self._full(f"{why}; it may wait for {longest:.3g} s", wait - longest)
 
-    def full(self, message: str, waiting: int) -> QueueFullError:
-        """Count and return the error of a request with ``waiting`` others ahead of it."""
+    def _full(self, message: str, seconds: float) -> QueueFullError:
         self.rejected["queue_full"] += 1
-        seconds = self._request_seconds * (waiting + 1) / max(1, self.capacity)
-        return QueueFullError(message, min(60.0, max(1.0, seconds)))
+        return QueueFullError(f"{message}; try again later", min(60.0, max(1.0, seconds)))
 
-    def taken(self, requests: int) -> None:
-        """Count accepted requests; call with the lock held."""
+    def _wait(self, owner: str, owners: int) -> float:
+        """Return in how many seconds one more of ``owner`` would begin; 0 as long as nothing is known."""
+        if self._begun < KNOWN * self.capacity or not self._work:
+            return 0.0
+        own = self._tokens[owner] + self._answer * self._waiting[owner]
+        everything = self._tokens.total() + self._answer * self._waiting.total()
+        return min(everything, owners * own) * self._seconds / self._work
+
+    def taken(self, whole: WholeRequest, requests: int, tokens: int) -> None:
+        """Count accepted requests; ``tokens``: of all of them. Call with the lock held."""
         self.inside += requests
         self.unreported += requests
         self.submitted += requests
+        self._waiting[whole.owner] += requests
+        self._tokens[whole.owner] += tokens
+        whole.taken = True
+        whole.account.spend(prompt=tokens)
 
-    def ended(self, outcome: str, seconds: float) -> None:
-        """Count one finished request; call it before reporting the end to its caller."""
+    def begun(self, items: Collection[Waiting], full: bool) -> None:
+        """Record that these wait no more because they begin; ``full``: all capacity is in use now and others wait."""
+        with self._lock:
+            now, since = time.monotonic(), self._full_since
+            for item in items:
+                self._leave(item)
+            if since is not None:
+                kept = (1 - 1 / (2 * KNOWN * self.capacity)) ** len(items)
+                self._begun = kept * self._begun + len(items)
+                self._work = kept * self._work + sum(item.cost + self._answer for item in items)
+                self._seconds = kept * self._seconds + now - since
+            self._full_since = now if full else None
+
+    def withdrawn(self, item: Waiting) -> None:
+        """Record that one waits no more, because it has ended."""
+        with self._lock:
+            self._leave(item)
+
+    def _leave(self, item: Waiting) -> None:
+        owner = item.whole.owner
+        self._waiting[owner] -= 1
+        self._tokens[owner] -= item.cost
+        if not self._waiting[owner]:
+            del self._waiting[owner], self._tokens[owner]
+        if not self._waiting:
+            self._full_since = None
+
+    def ended(self, outcome: str, whole: WholeRequest, answer: int = 0) -> None:
+        """Count one finished request; ``answer``: its tokens. Call it before reporting the end to its caller."""
         self.finished[outcome] += 1
-        if outcome in ("stop", "length", "done"):
-            known = self._request_seconds
-            self._request_seconds = seconds if known == 0.0 else known + 0.1 * (seconds - known)
+        whole.account.spend(generated=answer)
+        if outcome in ("stop", "length"):
+            self._answer += (answer - self._answer) * (0.1 if self._answer else 1.0)
         with self._lock:
             self.inside -= 1
 
@@ -88,12 +176,22 @@ class WholeRequest:
     Every part is submitted with this object; then it is closed, by ``close()`` or a ``with`` block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, account: Account = ANONYMOUS) -> None:
+        self.account = account
+        self.priority = 0
+        """Among the account's own requests the lowest begins first."""
+        self.taken = False
+        """Whether a part of it has been queued."""
         self.version: int | None = None
         """The version of the weights that answer it, set when its first part begins."""
         self._parts = 1
         """Unfinished parts, plus one while more may come; changed with the gate's lock held."""
         self._gate: WeightGate | None = None
+
+    @property
+    def owner(self) -> str:
+        """The account's name."""
+        return self.account.name
 
     def close(self) -> None:
         """Declare that no more parts will come. Idempotent and thread-safe."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nxd_infer.errors import RankFailedError
 from nxd_infer.runtime.rank_model import RankModel
 from nxd_infer.runtime.ranks import RankHealth
-from nxd_server.engine.admission import QueueLimit, WeightGate
+from nxd_server.engine.admission import QueueLimit, WeightGate, WholeRequest
 from nxd_server.engine.rank_restarts import RankRestarts
 from nxd_server.engine.step_runner import FATAL, Progress, StepCosts, StepRunner, Tensors
 from nxd_server.errors import (
@@ -113,7 +113,9 @@ class EngineCore:
         model: RankModel,
         costs: StepCosts,
         *,
-        max_queued_requests: int,
+        max_queued_requests: int | None,
+        max_queued_tokens: int | None,
+        max_queue_wait: float | None,
         capacity: int,
         restart_limit: int,
         restart_window: float,
@@ -125,7 +127,7 @@ class EngineCore:
         self.model = model
         self.lock = threading.Condition()
         """Of what callers and the thread share."""
-        self.queue = QueueLimit(self.lock, max_queued_requests, capacity)
+        self.queue = QueueLimit(self.lock, capacity, max_queued_requests, max_queued_tokens, max_queue_wait)
         self.gate = WeightGate(self.lock)
         self.steps = StepRunner(model, costs, self._padding_inputs)
         self.restarts = RankRestarts(restart_limit, restart_window)
@@ -263,16 +265,25 @@ class EngineCore:
         retry = {"starting": 5.0, "recovering": 5.0}.get(state)
         raise EngineUnavailableError(f"the engine takes no requests: it is {state}", state, retry)
 
-    def check_room(self, requests: int, continuing: bool = False) -> None:
-        """Raise QueueFullError unless ``requests`` more fit now, or EngineUnavailableError.
+    def check_room(
+        self,
+        requests: int,
+        tokens: int = 0,
+        *,
+        whole: WholeRequest | None = None,
+        timeout: float | None = None,
+        continuing: bool = False,
+    ) -> None:
+        """Raise QueueFullError or RateLimitError unless ``requests`` more of so many tokens together fit now, or
+        EngineUnavailableError.
 
         For a caller that submits several: those that fit would take the room of other requests until their
-        cancellation. ``continuing``: as for :meth:`OneShotEngine.submit`.
+        cancellation. ``whole``, ``timeout`` and ``continuing``: as for :meth:`OneShotEngine.submit`.
         """
         with self.lock:
             self.check_open(continuing)
             if not (continuing and self.gate.closed):  # the queued requests wait for this one to end
-                self.queue.check(requests)
+                self.queue.check(whole or WholeRequest(), requests, tokens, timeout)
 
     def health(self) -> EngineHealth:
         """Whether a request sent now would be served."""
@@ -300,6 +311,7 @@ class EngineCore:
         return EngineStats(
             state=self.state,
             waiting=queue.inside,
+            waiting_tokens=queue.waiting_tokens,
             submitted=queue.submitted,
             finished=dict(queue.finished),
             rejected=dict(queue.rejected),

@@ -61,8 +61,9 @@ class Engine(EngineCore):
         model: RankModel,
         tokenizer: Tokenizer | None = None,
         *,
-        max_queued_requests: int = 128,
+        max_queued_requests: int | None = None,
         max_queued_tokens: int | None = None,
+        max_queue_wait: float | None = None,
         prefill_ratio: float = 4.0,
         stall_ratio: float = 4.0,
         speculate: int = 0,
@@ -75,10 +76,11 @@ class Engine(EngineCore):
         clock: Callable[[], float] = time.monotonic,
     ):
         """``model`` is a RankModel or a TensorParallelModel. Without a tokenizer, events carry no text and stop strings
-        are rejected. ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: most
-        guesses per step; ``prefix_caching``: a prompt is not computed as far as a free slot holds it. ``costs``:
-        seconds by graph, used instead of measurements so that every run chooses the same steps; ``clock`` times the
-        requests' timeouts.
+        are rejected. ``max_queued_requests``, ``max_queued_tokens`` and ``max_queue_wait`` limit how many choices wait
+        for a slot, with how many prompt tokens, and for how many seconds. ``prefill_ratio`` and ``stall_ratio`` are the
+        scheduler's bounds on prefill; ``speculate``: most guesses per step; ``prefix_caching``: a prompt is not
+        computed as far as a free slot holds it. ``costs``: seconds by graph, used instead of measurements so that every
+        run chooses the same steps; ``clock`` times the requests' timeouts.
 
         Raises ModelConfigError if the artifact is not one for generation, or was not traced to verify guesses.
         """
@@ -93,7 +95,6 @@ class Engine(EngineCore):
             raise ModelConfigError(f"the artifact's metadata lacks {error.args[0]!r}; trace the model again") from None
         check_buckets(manifest.buckets)
         self.tokenizer = tokenizer
-        self.max_queued_tokens = max_queued_tokens
         self.adapters = Adapters(model, self.load_adapter)
         self.eos_token_ids = eos_token_ids(meta, tokenizer)
         self._grammars = None if tokenizer is None else Grammars(tokenizer, self.vocab_size, self.eos_token_ids)
@@ -110,6 +111,8 @@ class Engine(EngineCore):
             model,
             step_costs,
             max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+            max_queue_wait=max_queue_wait,
             capacity=self.slots,
             restart_limit=restart_limit,
             restart_window=restart_window,
@@ -176,11 +179,7 @@ class Engine(EngineCore):
         ticket = Ticket(request_id or secrets.token_hex(8), on_event, timeout, inbox.cancel, whole)
         with self.lock:
             self.check_open()
-            queue.check(params.n)
-            limit, waiting = self.max_queued_tokens, inbox.waiting_tokens
-            if limit is not None and waiting and waiting + len(prompt) * params.n > limit:
-                words = f"{waiting} prompt tokens are waiting and at most {limit} may; try again later"
-                raise queue.full(words, len(inbox.arrivals))
+            queue.check(ticket.whole, params.n, len(prompt) * params.n, timeout)
             lora = None if adapter is None else self.adapters.take(adapter, params.n)
             before = () if self._encodes_prompts else prompt
             for index, sampler in enumerate(samplers):
@@ -202,7 +201,7 @@ class Engine(EngineCore):
                 )
                 ticket.choices.append(choice)
             ticket.open = params.n
-            queue.taken(params.n)
+            queue.taken(ticket.whole, params.n, len(prompt) * params.n)
             self.gate.take(ticket.whole, params.n)
             inbox.put(ticket)
         if whole is None:
@@ -223,7 +222,6 @@ class Engine(EngineCore):
         stats = super().stats()
         stats.slots, stats.slots_free, stats.running = self.slots, self.slots - running, running
         stats.waiting = max(0, stats.waiting - running)
-        stats.waiting_tokens = self._inbox.waiting_tokens
         stats.prompt_tokens, stats.reused_tokens = self._prompt_tokens, self._reused_tokens
         stats.generated_tokens = self._generated_tokens
         stats.draft_tokens, stats.accepted_tokens = self._speculation.drafted, self._speculation.accepted
@@ -235,7 +233,7 @@ class Engine(EngineCore):
             raise RequestError("stop", "stop strings need a tokenizer, and this artifact has none; use stop_token_ids")
         if params.logprobs is not None and params.logprobs > self.max_logprobs:
             raise RequestError("logprobs", f"at most {self.max_logprobs} are available, got {params.logprobs}")
-        limit = self.queue.capacity + self.queue.max_queued_requests
+        limit = self.queue.most
         if params.n > limit:
             raise RequestError("n", f"at most {limit} choices fit this server's slots and queue, got {params.n}")
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -272,10 +270,11 @@ class Engine(EngineCore):
 
     def _admit(self) -> None:
         now = time.monotonic()
-        for choice in self._scheduler.admit(self._may_begin):
+        admitted = self._scheduler.admit(self._may_begin)
+        self.queue.begun(admitted, full=not self._scheduler.slots.free and self._scheduler.waiting > 0)
+        for choice in admitted:
             self.gate.begin(choice.ticket.whole)
             choice.admitted = now
-            self._inbox.not_waiting(choice)
             self._prompt_tokens += len(choice.prompt)
             self._reused_tokens += choice.reused
 
@@ -430,7 +429,7 @@ class Engine(EngineCore):
             return
         choice.ended = True
         if choice.admitted is None:
-            self._inbox.not_waiting(choice)
+            self.queue.withdrawn(choice)
         self._scheduler.remove(choice, keep=outcome != "error")
         if choice.adapter is not None:
             self.adapters.give_back(choice.adapter)
@@ -438,7 +437,7 @@ class Engine(EngineCore):
         now = time.monotonic()
         ticket = choice.ticket
         times = Timings(ticket.arrived, choice.admitted, choice.first_token, now)
-        self.queue.ended(outcome, now - ticket.arrived)
+        self.queue.ended(outcome, ticket.whole, len(choice.output))
         self._send(choice, event(Usage(len(choice.prompt), len(choice.output), choice.reused), times))
         ticket.close_one()
         self.gate.end(ticket.whole)

@@ -2,13 +2,14 @@
 
 Requests share a step only if the manifest declares that rows are independent: every input may be padded on dimension 0
 and every output is cut there. Then waiting requests are batched, up to the largest batch of the length that the
-oldest one needs, after at most ``max_delay_ms``. Shorter inputs are padded with the declared values, and each
+first one needs, after at most ``max_delay_ms``. Shorter inputs are padded with the declared values, and each
 caller gets the rows and lengths it sent. Any other model runs one request at a time.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from nxd_infer.errors import InputMismatchError, ModelConfigError, NxdError, Ran
 from nxd_infer.runtime.router import Router, cut, elements, fill, fits, lawful_inputs
 from nxd_server.engine.admission import WholeRequest, check_timeout
 from nxd_server.engine.engine_core import EngineCore, EngineStats
+from nxd_server.engine.fair_queue import FairQueue
 from nxd_server.engine.step_runner import FATAL, Graph, StepCosts
 from nxd_server.errors import DeadlineExceededError, GenerationError, summary
 
@@ -44,6 +46,10 @@ class Job:
     deadline: float | None
     convert: Callable[[Outputs], Any]
     whole: WholeRequest
+    id: int
+    cost: int
+    """Its tokens: the numbers in its largest input."""
+    begun: bool = False
     alone: bool = False
 
 
@@ -55,15 +61,19 @@ class OneShotEngine(EngineCore):
         model: TensorParallelModel,
         *,
         max_delay_ms: float = 2.0,
-        max_queued_requests: int = 128,
+        max_queued_requests: int | None = None,
+        max_queued_tokens: int | None = None,
+        max_queue_wait: float | None = None,
         restart_limit: int = 3,
         restart_window: float = 600.0,
         idle_probe: float | None = 5.0,
         on_state: Callable[[str], None] | None = None,
         costs: Mapping[str, float] | None = None,
     ):
-        """``max_delay_ms``: how long a request may wait for others to share its step; ``costs``: seconds by bucket,
-        used instead of measurements. Raises ModelConfigError for an artifact traced for generation."""
+        """``max_delay_ms``: how long a request may wait for others to share its step; ``max_queued_requests``,
+        ``max_queued_tokens`` and ``max_queue_wait`` limit how many wait for one, with how many numbers in the largest
+        inputs, and for how many seconds; ``costs``: seconds by bucket, used instead of measurements. Raises
+        ModelConfigError for an artifact traced for generation."""
         manifest: Manifest = model.manifest
         if manifest.metadata.get("task") == "generate":
             raise ModelConfigError("the artifact was traced for generation: use Engine")
@@ -74,6 +84,8 @@ class OneShotEngine(EngineCore):
             model,
             StepCosts((Graph(bucket.name, 1, elements(bucket)) for bucket in manifest.buckets), costs),
             max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+            max_queue_wait=max_queue_wait,
             capacity=max(map(rows_of, manifest.buckets), default=1) if self.batches else 1,
             restart_limit=restart_limit,
             restart_window=restart_window,
@@ -84,7 +96,8 @@ class OneShotEngine(EngineCore):
         self._router = Router(manifest.buckets)
         self._max_delay = max_delay_ms / 1000
         self._arrivals: deque[Job] = deque()
-        self._pending: list[Job] = []
+        self._pending: FairQueue[Job] = FairQueue()
+        self._ids = itertools.count(1)
         self._current: list[Job] = []
         self._proven: Callable[[], object] | None = None
         """Repeats the last step for requests that worked."""
@@ -130,12 +143,14 @@ class OneShotEngine(EngineCore):
         future: Future = Future()
         deadline = None if timeout is None else now + timeout
         count = next(iter(rows.values()), queue.capacity)
-        job = Job(tensors, future, count, now, deadline, convert or dict, whole or WholeRequest())
+        cost = max((tensor.numel() for tensor in tensors.values()), default=1)
+        part_of = whole or WholeRequest()
+        job = Job(tensors, future, count, now, deadline, convert or dict, part_of, next(self._ids), cost)
         with self.lock:
             self.check_open(continuing)
             if not (continuing and self.gate.closed):  # the queued requests wait for this one to end
-                queue.check(1)
-            queue.taken(1)
+                queue.check(job.whole, 1, cost, timeout)
+            queue.taken(job.whole, 1, cost)
             self.gate.take(job.whole, 1)
             self._arrivals.append(job)
             self.lock.notify_all()
@@ -156,19 +171,17 @@ class OneShotEngine(EngineCore):
 
     def _wait_seconds(self) -> float:
         moments = [job.deadline for job in self._pending if job.deadline is not None]
-        moments += [job.arrived + self._max_delay for job in self._ready()[:1]]
+        moments += [job.arrived + self._max_delay for job in self._ready()]
         return max(0.0, min(moments, default=math.inf) - time.monotonic())
 
     def _ready(self) -> list[Job]:
-        """Return the waiting jobs that may begin, oldest first."""
-        if not self.gate.closed:
-            return self._pending
-        return [job for job in self._pending if self.gate.may_begin(job.whole)]
+        """Return the waiting jobs that may begin, in their order."""
+        ready = [job for job in self._pending.in_order() if self.gate.may_begin(job.whole)]
+        return sorted(ready, key=lambda job: not job.alone)
 
     def _work(self) -> bool:
-        with self.lock:
-            self._pending.extend(self._arrivals)
-            self._arrivals.clear()
+        while self._arrivals:
+            self._pending.add(self._arrivals.popleft())
         now = time.monotonic()
         for job in [job for job in self._pending if job.deadline is not None and job.deadline <= now]:
             self._pending.remove(job)
@@ -188,7 +201,8 @@ class OneShotEngine(EngineCore):
             return True
         bucket, group, room = self._group(ready)
         full = sum(job.rows for job in group) >= room or len(group) < len(ready)
-        if self.batches and not full and now - group[0].arrived < self._max_delay and not self.queue.draining:
+        oldest = min(job.arrived for job in group)
+        if self.batches and not full and now - oldest < self._max_delay and not self.queue.draining:
             return False
         self._take(group)
         self._run_group(bucket)
@@ -204,15 +218,20 @@ class OneShotEngine(EngineCore):
                 self._current.append(job)
             else:
                 self._cancelled(job)
+        new = [job for job in self._current if not job.begun]
+        for job in new:
+            job.begun = True
+            self._pending.charge(job, job.cost)
+        self.queue.begun(new, full=len(self._pending) > 0)
 
     def _group(self, ready: list[Job]) -> tuple[BucketSpec, list[Job], int]:
-        """Return the bucket to run next, its jobs (the oldest, and others with the same inputs that fit), and the most
+        """Return the bucket to run next, its jobs (the first, and others with the same inputs that fit), and the most
         rows that it has room for."""
         head = ready[0]
         fitting = [bucket for bucket in self.model.manifest.buckets if bucket_fits(bucket, head.inputs)]
         if not self.batches or head.alone:
             return min(fitting, key=elements), [head], 1
-        # The smallest length that fits the oldest job; of its batch sizes, the one with the most rows per second.
+        # The smallest length that fits the first job; of its batch sizes, the one with the most rows per second.
         shape = row_shape(min(fitting, key=lambda bucket: (elements(bucket) // rows_of(bucket), rows_of(bucket))))
         buckets = [bucket for bucket in fitting if row_shape(bucket) == shape]
         buckets.sort(key=rows_of)
@@ -317,7 +336,7 @@ class OneShotEngine(EngineCore):
         except Exception as error:
             self._fail(job, GenerationError(f"the outputs could not be converted: {error}"))
             return
-        self.queue.ended("done", time.monotonic() - job.arrived)
+        self.queue.ended("done", job.whole)
         job.future.set_result(result)
         self._report_end(job)
 
@@ -326,23 +345,25 @@ class OneShotEngine(EngineCore):
             outcome = "cancelled"
         else:
             outcome = "deadline" if isinstance(error, DeadlineExceededError) else "error"
-        self.queue.ended(outcome, time.monotonic() - job.arrived)
+        self.queue.ended(outcome, job.whole)
         if job.future.running() or job.future.set_running_or_notify_cancel():
             job.future.set_exception(error)
         self._report_end(job)
 
     def _cancelled(self, job: Job) -> None:
-        self.queue.ended("cancelled", 0.0)
+        self.queue.ended("cancelled", job.whole)
         self._report_end(job)
 
     def _report_end(self, job: Job) -> None:
+        if not job.begun:
+            self.queue.withdrawn(job)
         self.gate.end(job.whole)
         self.queue.reported()
 
     def _fail_all(self, error: Exception) -> None:
         with self.lock:
             jobs = [*self._current, *self._pending, *self._arrivals]
-            self._current, self._pending = [], []
+            self._current, self._pending = [], FairQueue()
             self._arrivals.clear()
         for job in jobs:
             self._fail(job, error)
@@ -364,7 +385,7 @@ class OneShotEngine(EngineCore):
         """Run each of ``jobs`` alone, before all others, because one of them is at fault and it is unknown which."""
         for job in jobs:
             job.alone = True
-        self._pending = [*jobs, *self._pending]
+            self._pending.add(job)
 
     def _padding_inputs(self, name: str) -> Outputs:
         return lawful_inputs(self.model.manifest.bucket(name))

@@ -171,6 +171,14 @@ class Sequence:
     ended: bool = False
 
     @property
+    def whole(self) -> WholeRequest:
+        return self.ticket.whole
+
+    @property
+    def cost(self) -> int:
+        return len(self.prompt)
+
+    @property
     def remaining(self) -> int:
         """Prompt tokens that are not in the cache yet; 0 while decoding."""
         return max(0, len(self.prompt) - self.computed)
@@ -202,8 +210,6 @@ class Inbox:
     def __init__(self, lock: threading.Condition, clock: Callable[[], float]):
         """``clock`` times the requests' timeouts."""
         self.arrivals: deque[Sequence] = deque()
-        self.waiting_tokens = 0
-        """Tokens of prompts that have no slot yet."""
         self._lock = lock
         self._clock = clock
         self._cancels: deque[Ticket] = deque()
@@ -214,7 +220,6 @@ class Inbox:
 
     def put(self, ticket: Ticket) -> None:
         """Add all choices of a request; call with the lock held."""
-        self.waiting_tokens += sum(len(choice.prompt) for choice in ticket.choices)
         self.arrivals.extend(ticket.choices)
         if ticket.timeout is not None:
             if len(self._deadlines) > self._most_deadlines:
@@ -229,11 +234,6 @@ class Inbox:
         with self._lock:
             self._cancels.append(ticket)
             self._lock.notify_all()
-
-    def not_waiting(self, choice: Sequence) -> None:
-        """Record that a choice's prompt has a slot, or has ended without one."""
-        with self._lock:
-            self.waiting_tokens -= len(choice.prompt)
 
     @property
     def has_news(self) -> bool:

@@ -1,6 +1,6 @@
 """Which graph runs next, with which rows. Pure logic: it sees lengths and measured times, never a model.
 
-* Waiting choices get a free slot in order of arrival.
+* Waiting choices get a free slot in a fair order (:mod:`nxd_server.engine.fair_queue`).
 * A prompt is split into pieces: first full pieces of the largest graph, then the smallest graph that fits the rest
   (``<=``), or several smaller ones if measured times show that they are clearly cheaper.
 * While anything decodes, prefill is bounded: after a prefill step every decoding choice advances before the next one,
@@ -25,7 +25,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from typing import Literal
 
 import numpy as np
 
+from nxd_server.engine.fair_queue import FairQueue
 from nxd_server.engine.request import Sequence
 from nxd_server.engine.step_runner import CLEAR_GAIN, Graph, StepCosts
 
@@ -120,7 +120,7 @@ class Scheduler:
         fits = sum(graph.batch < slots for graph in self._shared_graphs)
         self._decode_graphs = self._shared_graphs[: fits + 1]
         self._lengths = sorted({graph.length for graph in self.graphs})
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: FairQueue[Sequence] = FairQueue()
         self._prefilling: list[Sequence] = []
         self._decoding: dict[int, Sequence] = {}
         self._owed: set[int] = set()
@@ -152,15 +152,14 @@ class Scheduler:
     # --- adding and removing -----------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+        self._waiting.add(sequence, (*self._decoding.values(), *self._prefilling))
 
     def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Remove a choice, finished or not, and free its slot. Idempotent. ``keep``: the steps that it was in have run,
         or will run before any other."""
         self._owed.discard(sequence.id)
         if sequence.slot is None:
-            if sequence in self._waiting:
-                self._waiting.remove(sequence)
+            self._waiting.remove(sequence)
             return
         if self._decoding.pop(sequence.id, None) is None:
             self._prefilling.remove(sequence)
@@ -171,22 +170,17 @@ class Scheduler:
     # --- the next step --------------------------------------------------------------------------------
 
     def admit(self, allowed: Callable[[Sequence], bool] = lambda sequence: True) -> list[Sequence]:
-        """Give free slots to waiting choices that are ``allowed``, in order of arrival; return those that got one."""
-        admitted: list[Sequence] = []
-        held: list[Sequence] = []
-        while self._waiting and self.slots.free:
-            sequence = self._waiting.popleft()
-            if not allowed(sequence):
-                held.append(sequence)
-                continue
+        """Give free slots to waiting choices that are ``allowed``, in their order; return those that got one."""
+        admitted = list(itertools.islice(filter(allowed, self._waiting.in_order()), self.slots.free))
+        for sequence in admitted:
+            self._waiting.remove(sequence)
             # Penalties count the tokens that steps are fed since a sequence began in its slot, at position 0.
             reuses = self.prefix_caching and not sequence.params.penalised
             prompt = sequence.prompt if reuses else ()
             sequence.slot, sequence.reused = self.slots.allocate(prompt, sequence.cache_key)
             sequence.computed = sequence.reused
+            self._waiting.charge(sequence, sequence.remaining)
             self._prefilling.append(sequence)
-            admitted.append(sequence)
-        self._waiting.extendleft(reversed(held))
         return admitted
 
     def next_step(self) -> Step | None:
@@ -219,6 +213,8 @@ class Scheduler:
             sequence = row.sequence
             self._owed.discard(sequence.id)
             sequence.computed = row.start + row.length
+            if row.start >= len(sequence.prompt):
+                self._waiting.charge(sequence, row.length)
             if row.samples and sequence.id not in self._decoding:
                 self._prefilling.remove(sequence)
                 self._decoding[sequence.id] = sequence

@@ -22,7 +22,7 @@ from nxd_server.http.openai.scoring import RerankBody, ScoreBody, rerank, score
 from nxd_server.http.ops import health
 from nxd_server.http.predict import PredictBody, predict
 from nxd_server.http.request_body import Body
-from nxd_server.http.request_context import Context, RequestMiddleware, context_of, endpoint, json_body
+from nxd_server.http.request_context import Context, RequestMiddleware, answered, context_of, endpoint, json_body
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
@@ -114,15 +114,15 @@ async def invocations(request: Request) -> Any:
     context.service.require_ready()
     data = await json_body(request)
     if data.get("messages") is not None:
-        return await chat(request, ChatBody.parse(data))
+        return await answered(request, ChatBody, chat, data)
     if data.get("prompt") is not None:
-        return await completions(request, CompletionBody.parse(data))
+        return await answered(request, CompletionBody, completions, data)
     if data.get("input") is not None:
         if context.service.main_route == "/v1/classify":
-            return await classify(request, ClassifyBody.parse(data))
-        return await embeddings(request, EmbeddingBody.parse(data))
+            return await answered(request, ClassifyBody, classify, data)
+        return await answered(request, EmbeddingBody, embeddings, data)
     if data.get("inputs") is not None or data.get("safetensors") is not None:
-        return await predict(request, PredictBody.parse(data))
+        return await answered(request, PredictBody, predict, data)
     raise bad_request(
         "the body holds none of `messages`, `prompt`, `input`, `inputs` and `safetensors`; for this model send "
         + {"generate": "`prompt` or `messages`", "embed": "`input`", "classify": "`input`"}.get(

@@ -9,6 +9,7 @@ message holds only the request id, and the log has the details.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -76,7 +77,7 @@ class ApiError(Exception):
         self.code = code or own_code
         self.headers = dict(headers or {})
         if retry_after is not None:
-            self.headers["retry-after"] = str(max(1, round(retry_after)))
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
 
     def naming(self, fields: Mapping[str, str] | None) -> ApiError:
         """Name the client's fields, if those at fault have other names: ``fields``, from each path to its own."""

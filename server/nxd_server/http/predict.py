@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from nxd_server.http.error_responses import bad_request, clip, missing_field
-from nxd_server.http.request_body import Body, Listed
+from nxd_server.http.request_body import Listed, QueuedBody
 from nxd_server.http.request_context import check_model, context_of, seconds_left, unless_left, wait_all, whole_of
 
 if TYPE_CHECKING:
     import torch
 
 
-class PredictBody(Body):
+class PredictBody(QueuedBody):
     """``POST /v1/predict``."""
 
     inputs: dict[str, Any] | None = Field(

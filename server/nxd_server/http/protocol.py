@@ -27,10 +27,15 @@ FEWEST = 16
 
 
 def most_connections(setting: int | None, in_use: int | None = None) -> int:
-    """Return the connection limit: ``setting``, but at most what the process's descriptors allow."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Return the connection limit: ``setting``, but at most what the process's descriptors allow,
+    whose limit is raised as far as needed."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if in_use is None:
         in_use = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 32
+        needed = (setting or MOST_BY_DEFAULT) + in_use + KEPT_DESCRIPTORS
+        if resource.RLIM_INFINITY != limit < needed:  # often 1024, which is less than the system would allow
+            limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     room = 2**20 if limit == resource.RLIM_INFINITY else limit - in_use - KEPT_DESCRIPTORS
     return max(FEWEST, min(MOST_BY_DEFAULT if setting is None else setting, room))
 

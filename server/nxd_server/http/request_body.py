@@ -22,12 +22,13 @@ from starlette.types import Message, Receive, Scope
 from nxd_infer.util.options import problem_of
 from nxd_server.errors import BodyError
 from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field, unsupported
+from nxd_server.http.scope_keys import BODY_BYTES
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
 
 ALL_BODIES_BYTES = 256 * 2**20
-"""Limit of all bodies that are being read, together."""
+"""Limit of the bodies of all requests that are being answered, together."""
 SMALL_BYTES = 64 * 1024
 """Smaller bodies are read whatever the others hold."""
 PLAIN = {b"", b"identity"}
@@ -87,7 +88,7 @@ def _invalid(what: str) -> BodyError:
 
 
 class Bodies:
-    """The bodies that are being read, and how many bytes they hold; ``most``: together."""
+    """The bodies of the requests that are being answered, and how many bytes they have; ``most``: together."""
 
     def __init__(self, most: int = ALL_BODIES_BYTES):
         self._most = most
@@ -133,9 +134,15 @@ class Bodies:
                     raise too_large(limit)
                 if self.held > self._most and len(body) > SMALL_BYTES:
                     raise ApiError(503, "too many large requests are arriving at once", code="busy", retry_after=1)
-            return bytes(body)
-        finally:
+        except BaseException:
             self.held -= len(body)
+            raise
+        request.scope[BODY_BYTES] = len(body)
+        return bytes(body)
+
+    def let_go(self, scope: Scope) -> None:
+        """Record that the request is over."""
+        self.held -= scope.pop(BODY_BYTES, 0)
 
 
 def _late(how: str) -> ApiError:
@@ -259,6 +266,12 @@ class Body(BaseModel):
             problem = problem_of(first)
             what = f"`{path}` {problem}" if problem else f"`{path}`: {first['msg']}"
             raise bad_request(f"{what}{_got(first)}", param=path) from None
+
+
+class QueuedBody(Body):
+    """Of a request that waits for its turn."""
+
+    priority: Whole = Field(0, ge=-(2**31), lt=2**31, description="Of the key's own requests the lowest begins first.")
 
 
 def _got(error: ErrorDetails) -> str:

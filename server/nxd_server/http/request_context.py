@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nxd_server.accounts import Account
 from nxd_server.engine.admission import WholeRequest
 from nxd_server.engine.request import check_token_ids
 from nxd_server.errors import DEADLINE_GRACE, PromptTooLongError, ended_early, forget_frames, not_finished
 from nxd_server.http.error_responses import ApiError, as_api_error, bad_request, clip
+from nxd_server.http.keys import OPEN_PATHS, Keys
 from nxd_server.http.ops.logs import log_access
 from nxd_server.http.ops.metrics import Metrics
 from nxd_server.http.protocol import Connections
@@ -44,8 +44,6 @@ WEIGHTS_HEADER = b"x-weight-version"
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 CLIENT_CLOSED = 499
 """nginx's log status for a client that disconnected; it is never sent."""
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics"})
-"""Routes that a load balancer, a kubelet, SageMaker and Prometheus use without a key."""
 ANTHROPIC_PATH = "/v1/messages"
 """Of the routes of Anthropic's API, whose errors have its form."""
 INLINE_TEXT = 4096
@@ -55,86 +53,14 @@ ENCODERS = 2
 continue after their clients disconnected."""
 
 
-class Keys:
-    """The keys that open this server, ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``, compared in constant time;
-    without any, all routes except the admin routes are open.
-
-    Args:
-        keys: any of them opens the routes of users.
-        admin: opens all routes; without it the admin routes are closed to everyone.
-    """
-
-    def __init__(self, keys: Iterable[bytes], admin: bytes | None = None):
-        # Digests have equal lengths, so that the time of a comparison does not reveal a key's length either.
-        self._digests = [hashlib.sha256(key).digest() for key in keys]
-        self._admin = [] if admin is None else [hashlib.sha256(admin).digest()]
-
-    def check(self, scope: Scope) -> None:
-        """Raise :class:`ApiError` 401 unless ``scope`` is an open path or carries a key."""
-        if not self._digests or scope["path"] in OPEN_PATHS:
-            return
-        offered = list(_offered(scope["headers"]))
-        if not offered:
-            raise _refusal("no API key: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
-        if not _any_match(offered, [*self._digests, *self._admin]):
-            raise _refusal("the API key is not valid")
-
-    def owner(self, scope: Scope) -> bytes:
-        """Return whose request this is: the digest of its key, empty for a server without keys."""
-        known = [*self._digests, *self._admin] if self._digests else []
-        return next(
-            (hashlib.sha256(key).digest() for key in _offered(scope["headers"]) if _any_match([key], known)), b""
-        )
-
-    def check_admin(self, scope: Scope) -> None:
-        """Raise :class:`ApiError` 403 without an admin key in the settings or for another key, 401 for no key."""
-        if not self._admin:
-            raise ApiError(
-                403,
-                f"{scope['path']} changes what is served, and this server has no admin key: start it with "
-                "NXD_INFER_ADMIN_KEY in its environment, the setting admin_key in its --config, or --admin-key",
-                code="admin_disabled",
-            )
-        offered = list(_offered(scope["headers"]))
-        if not offered:
-            raise _refusal("no admin key: send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`")
-        if not _any_match(offered, self._admin):
-            raise ApiError(403, f"{scope['path']} needs the admin key; the key that was sent is a different one")
-
-
-def _any_match(offered: Iterable[bytes], digests: Iterable[bytes]) -> bool:
-    """Whether any key is one of ``digests``. Compares every pair, even after a match."""
-    equal = 0
-    known = list(digests)
-    for key in offered:
-        digest = hashlib.sha256(key).digest()
-        for other in known:
-            equal |= hmac.compare_digest(digest, other)
-    return bool(equal)
-
-
-def _offered(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[bytes]:
-    for name, value in headers:
-        if name == b"authorization":
-            scheme, _, rest = value.strip().partition(b" ")
-            if scheme.lower() == b"bearer" and rest.strip():
-                yield rest.strip()
-        elif name == b"x-api-key" and value.strip():
-            yield value.strip()
-
-
-def _refusal(message: str) -> ApiError:
-    return ApiError(401, message, headers={"www-authenticate": "Bearer"})
-
-
 class Context:
     """The parts of the application, at ``app.state.context``."""
 
     def __init__(self, service: Service, settings: ServerSettings):
         self.service, self.settings = service, settings
         self.connections = Connections(settings)
-        self.metrics = Metrics(service, self.connections)
-        self.keys = Keys(settings.keys(), settings.admin())
+        self.keys = Keys(settings)
+        self.metrics = Metrics(service, self.connections, self.keys.accounts)
         self.encoders, self.tensors, self.grammars = (
             ConcurrencyLimit(what, width, settings.max_queued_requests)
             for what, width in (("prompts", ENCODERS), ("tensors", ENCODERS), ("grammars", 1))
@@ -185,9 +111,18 @@ def endpoint(
             require_admin(request)
         if ready:  # before the body, which an unavailable server need not read
             context_of(request).service.require_ready()
-        return await handler(request, kind.parse(await json_body(request)))
+        return await answered(request, kind, handler, await json_body(request))
 
     return answer
+
+
+async def answered(
+    request: Request, kind: type[BodyT], handler: Callable[[Request, BodyT], Awaitable[Any]], data: dict[str, Any]
+) -> Any:
+    """Return what ``handler`` answers to ``data``, parsed by ``kind``."""
+    body = kind.parse(data)
+    whole_of(request).priority = getattr(body, "priority", 0)
+    return await handler(request, body)
 
 
 def check_model(service: Service, name: str | None) -> str | None:
@@ -336,6 +271,7 @@ class RequestMiddleware:
         scope[REQUEST_ID], scope[ARRIVED] = request_id, begin
         whole = scope[WHOLE] = WholeRequest()
         status, sent, started = 0, 0, False
+        counted: Account | None = None
 
         body = DrainingReceive(receive, scope)
 
@@ -346,6 +282,8 @@ class RequestMiddleware:
                 headers = [*message.get("headers", []), (ID_HEADER, request_id.encode())]
                 if body.body_left and (b"connection", b"close") not in headers:  # the rest of the request is not read
                     headers.append((b"connection", b"close"))
+                if scope["method"] == "POST":
+                    headers += whole.account.headers()
                 if whole.version is not None:
                     headers.append((WEIGHTS_HEADER, b"%d" % whole.version))
                 message = {**message, "headers": headers}
@@ -359,7 +297,10 @@ class RequestMiddleware:
                 _check_framing(scope)
                 if CROWDED in scope.get("state", ()) and scope["path"] not in OPEN_PATHS:
                     raise _crowded()
-                self._context.keys.check(scope)
+                whole.account = self._context.keys.check(scope)
+                if scope["method"] == "POST":
+                    whole.account.begin()
+                    counted = whole.account
                 await self._app(scope, body, count)
             except ClientLeft:
                 status = CLIENT_CLOSED
@@ -377,6 +318,9 @@ class RequestMiddleware:
             status = CLIENT_CLOSED
         finally:
             whole.close()
+            self._context.bodies.let_go(scope)
+            if counted is not None:
+                counted.end()
             self._context.in_flight.discard(body)
             seconds = time.monotonic() - begin
             # The route's template, so that a scanner cannot fill the metrics with paths.

@@ -59,8 +59,9 @@ class _Rendering:
 class BoundedTemplate:
     """A chat template; one conversation is rendered at a time. The process is started when first needed."""
 
-    def __init__(self, sources: TemplateSources, seconds: float, queue: int):
-        """``seconds`` for each rendering; ``queue`` conversations may wait."""
+    def __init__(self, sources: TemplateSources, seconds: float, queue: int | None = None):
+        """``seconds`` for each rendering; ``queue`` conversations may wait, or as many as a
+        ConcurrencyLimit takes."""
         self.source = "\n".join([sources.default, *sources.named.values()])
         named, special = dict(sources.named), dict(sources.special_tokens)
         self._setup = json.dumps({"source": sources.default, "named": named, "special_tokens": special}).encode()

@@ -212,7 +212,7 @@ def test_fields_that_ask_for_nothing_pass_and_those_that_ask_do_not(toy, route):
     answer = toy.post(route, {**asked, "max_tokens": 2, "stream": True, "stream_options": options})
     assert answer.status_code == 200 and "usage" not in answer.text and "obfuscation" not in answer.text
     for name, value in NOTHING.items():
-        if name in ("request_id", "prompt_logprobs", "cache_prompt", "cache_salt", "structured_outputs"):
+        if name in ("request_id", "priority", "prompt_logprobs", "cache_prompt", "cache_salt", "structured_outputs"):
             continue
         other = [{"x": 1}] if isinstance(value, list) else {"x": 1} if isinstance(value, dict) else not value
         if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -42,6 +42,7 @@ def test_any_traffic_is_served_exactly_once_within_the_bounds(
     even and odd choices follow a grammar."""
     groups, depth = pipeline
     subject = scheduler(slots, batches, lengths, ratio=ratio, mixes=mixes, groups=groups)
+    arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     waiting = dict(enumerate(arrivals))
     live: dict[int, Sequence] = {}
     finished: dict[int, str] = {}

@@ -41,23 +41,28 @@ def part(data, more=False):
     return {"type": "http.request", "body": data, "more_body": more}
 
 
-def reading(bodies, receive, silence=60):
-    return bodies.read_json(Request({"type": "http", "headers": []}, receive), 2**20, 600, silence)
+def reading(bodies, receive, silence=60, scope=None):
+    scope = {} if scope is None else scope
+    scope |= {"type": "http", "headers": []}
+    return bodies.read_json(Request(scope, receive), 2**20, 600, silence)
 
 
 def test_large_bodies_are_refused_while_others_take_all_the_room_and_small_ones_are_not():
     async def main():
-        bodies, pieces = Bodies(most=2**18 + 2**10), asyncio.Queue()
-        first = asyncio.create_task(reading(bodies, pieces.get))
+        bodies, pieces, scope, small = Bodies(most=2**18 + 2**10), asyncio.Queue(), {}, {}
+        first = asyncio.create_task(reading(bodies, pieces.get, scope=scope))
         pieces.put_nowait(part(b" " * 2**18, True))
         while not bodies.held:
             await asyncio.sleep(0)
-        assert await reading(bodies, AsyncMock(return_value=part(b"{}"))) == {}
+        assert await reading(bodies, AsyncMock(return_value=part(b"{}")), scope=small) == {}
         with pytest.raises(ApiError) as caught:
             await reading(bodies, AsyncMock(return_value=part(b" " * 2**17)))
         assert (caught.value.status, caught.value.code) == (503, "busy")
         pieces.put_nowait(part(b"{}"))
-        assert await first == {} and bodies.held == 0
+        assert await first == {} and bodies.held == 2**18 + 4, "until both requests are over"
+        for one in (scope, small, small):
+            bodies.let_go(one)
+        assert bodies.held == 0
         with pytest.raises(ClientLeft):
             await reading(bodies, AsyncMock(side_effect=[part(b" " * 30, True), {"type": "http.disconnect"}]))
         assert bodies.held == 0
@@ -91,7 +96,7 @@ def test_large_json_is_taken():
     assert parse_json(b'{"a": [' + b"[]," * (MOST_CONTAINERS - 10) + b"1]}")
 
 
-BODY_KINDS = [*SamplingBody.__subclasses__(), *(kind for kind in Body.__subclasses__() if kind is not SamplingBody)]
+BODY_KINDS = [kind for base in (SamplingBody, PredictBody.__base__, Body) for kind in base.__subclasses__()]
 assert {PredictBody, TokenizeBody, DetokenizeBody} < set(BODY_KINDS)  # and of modules that nothing imports here, none
 
 

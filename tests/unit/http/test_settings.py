@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nxd_infer.util.options import command_options, declared, table
+from nxd_server.api_keys import read_keys
 from nxd_server.errors import SettingsError
 from nxd_server.settings import OTHERS, ServerSettings, load_settings, unknown_variables
 from tests.support.e2e.command import ROOT, here, refused
@@ -61,7 +62,7 @@ def test_serve_has_an_option_for_each_setting_and_takes_what_it_is_given(monkeyp
     given = ("--port", 1, "--api-key", "a", "--api-key", "b", "--no-access-log", "--no-kernel", "--log-format", "json")
     assert here("serve", "artifact", *given).status == 0
     (settings,) = seen
-    assert settings.port == 1 and settings.keys() == (b"a", b"b") and settings.log_format == "json"
+    assert settings.port == 1 and settings.api_keys == ["a", "b"] and settings.log_format == "json"
     assert not settings.access_log and not settings.allow_kernel
 
 
@@ -86,23 +87,23 @@ def test_arguments_beat_the_environment_and_that_beats_the_file(tmp_path, monkey
     for name in ("server.json", "server.yaml"):
         settings = load_settings(tmp_path / name, port=3, host=None, api_keys=[])
         assert (settings.port, settings.host, settings.drain_timeout) == (3, "h2", 1.0)
-        assert settings.keys() == (b"k",)
+        assert settings.api_keys == ["k"]
     assert ServerSettings.resolve().port == 2
 
 
 @pytest.mark.parametrize(
     ("value", "keys"),
-    [("a,b", (b"a", b"b")), (" a ", (b"a",)), ('["a", "b,c"]', (b"a", b"b,c")), ("ü", ("ü".encode(),)), ("", ())],
+    [("a,b", ["a", "b"]), (" a ", ["a"]), ('["a", "b,c"]', ["a", "b,c"]), ("ü", ["ü"]), ("", [])],
 )
 def test_keys_from_the_environment(monkeypatch, value, keys):
     monkeypatch.setenv("NXD_INFER_API_KEYS", value)
-    assert load_settings().keys() == keys
+    assert load_settings().api_keys == keys
 
 
 def test_keys_that_are_none_do_not_open_the_server(monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("\n \n")
     with pytest.raises(SettingsError, match="no key"):
-        load_settings(api_keys_file=str(tmp_path / "keys")).keys()
+        read_keys(load_settings(api_keys_file=str(tmp_path / "keys")))
     monkeypatch.setenv("NXD_INFER_API_KEYS", " , ")
     with pytest.raises(SettingsError, match="holds no key"):
         load_settings()
@@ -110,8 +111,8 @@ def test_keys_that_are_none_do_not_open_the_server(monkeypatch, tmp_path):
 
 def test_a_single_key_under_the_likely_name_closes_the_server(monkeypatch):
     monkeypatch.setenv("NXD_INFER_API_KEY", "one")
-    assert load_settings().keys() == (b"one",)
-    assert load_settings(api_keys=["two"]).keys() == (b"two",)
+    assert load_settings().api_keys == ["one"]
+    assert load_settings(api_keys=["two"]).api_keys == ["two"]
 
 
 def test_texts_are_read_as_what_they_stand_for(monkeypatch):
@@ -183,10 +184,10 @@ def test_a_wrong_file_is_named(tmp_path, text):
 def test_the_admin_key_is_a_secret_and_no_other_key(monkeypatch):
     monkeypatch.setenv("NXD_INFER_ADMIN_KEY", "hunter2 ")
     settings = load_settings(api_keys=["user"])
-    assert settings.admin() == b"hunter2" and settings.keys() == (b"user",)
+    assert settings.admin() == b"hunter2" and settings.api_keys == ["user"]
     assert "hunter2" not in repr(settings) and load_settings(admin_key="other").admin() == b"other"
     with pytest.raises(SettingsError, match="admin_key is one of api_keys"):
-        load_settings(api_keys=["hunter2"]).keys()
+        read_keys(load_settings(api_keys=["hunter2"]))
 
 
 def test_the_documentation_lists_every_setting_with_its_default_and_meaning():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from nxd_server.errors import QueueFullError, not_finished
+from nxd_server.errors import QueueFullError, RateLimitError, not_finished
 from nxd_server.http.error_responses import bad_request, unsupported
 from nxd_server.http.openai.schemas import ClassifyBody, EmbeddingBody, texts_or_pairs, token_lists
 from nxd_server.http.request_context import (
@@ -128,7 +128,8 @@ async def encode_texts(
         for part in _parts(text):
             encoder.tokenizer.check_length(part, encoder.max_len, path)
     deadline = time.monotonic() + seconds_left(request)
-    wave = max(1, encoder.engine.queue.capacity, min(LARGEST_WAVE, settings.max_queued_requests // 2))
+    queued = settings.max_queued_requests
+    wave = max(1, encoder.engine.queue.capacity, LARGEST_WAVE if queued is None else min(LARGEST_WAVE, queued // 2))
     results: list[Encoded] = []
     whole = whole_of(request)
     tokens: list[Tokens] = []
@@ -149,9 +150,12 @@ async def encode_texts(
                 functools.partial(encoder.submit_tokens, one, field=path_now(place), **more)
                 for place, one in enumerate(tokens)
             ]
-            encoder.engine.check_room(len(submits), continuing=bool(results))
+            count = sum(len(ids) for ids, _ in tokens)
+            encoder.engine.check_room(len(submits), count, whole=whole, timeout=left, continuing=bool(results))
             results += await wait_all(request, submits, timeout=left)
             tokens = []
+        except RateLimitError:
+            raise
         except QueueFullError:
             if not results or time.monotonic() >= deadline:
                 raise

@@ -49,7 +49,7 @@ PADDED_TO = 64
 _LEFT: Any = object()
 
 
-def check_choices(prompts: int, n: int, limit: int, room: int) -> None:
+def check_choices(prompts: int, n: int, limit: int, room: float) -> None:
     """Raise ApiError 400 for more choices than ``limit``, or than an idle server's ``room``: no retry helps."""
     if n >= 1 and prompts * n > min(limit, room):
         why = "max_choices" if limit <= room else "its slots and max_queued_requests"
@@ -119,7 +119,9 @@ class Generation:
     async def __aenter__(self) -> Generation:
         try:
             engine = self._service.require_engine()
-            engine.check_room(self.choices)  # or the first ones would take it from other requests
+            # All at once, or the first ones would take the room of other requests.
+            tokens = self._n * sum(map(len, self._prompts))
+            engine.check_room(self.choices, tokens, whole=self._whole, timeout=self._timeout)
             for place, (prompt, params) in enumerate(zip(self._prompts, self._params, strict=True)):
                 self._tickets.append(
                     engine.submit(

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.http.error_responses import ApiError, bad_request, clip
-from nxd_server.http.request_body import Body, Listed, Texts, Whole, equals, is_empty, is_one_of
+from nxd_server.http.request_body import Body, Listed, QueuedBody, Texts, Whole, equals, is_empty, is_one_of
 
 MOST_STOP_TOKENS = 1024
 """They are checked at every token, in the one thread that serves everyone."""
@@ -38,7 +38,7 @@ OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("repeat_penalty", "encoder_repetition_penalty", "typical_p", "typical", "tfs_z"), equals(1)),
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), equals(0)),
     **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability"), equals(0)),
-    **dict.fromkeys(("dynatemp_range", "smoothing_factor", "priority", "n_probs", "min_keep"), equals(0)),
+    **dict.fromkeys(("dynatemp_range", "smoothing_factor", "n_probs", "min_keep"), equals(0)),
     "min_new_tokens": equals(0),
     **dict.fromkeys(OF_SAMPLERS_THAT_ARE_OFF, lambda value: True),
 }
@@ -68,7 +68,7 @@ def _sampler_fields() -> dict[str, Any]:
     return made
 
 
-class SamplerBody(create_model("SamplerFields", __base__=Body, **_sampler_fields())):
+class SamplerBody(create_model("SamplerFields", __base__=QueuedBody, **_sampler_fields())):
     """The sampler's numbers."""
 
 
@@ -212,13 +212,12 @@ class ChatBody(SamplingBody):
 TRUNCATE = "Truncate a longer text to this many tokens; -1: to the model's limit."
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(QueuedBody):
     """``POST /v1/embeddings``."""
 
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
         "annotations": is_empty,
         "store": is_one_of(False),
-        "priority": equals(0),
         "add_special_tokens": is_one_of(True),
         "embed_dtype": is_one_of("float32"),
         "endianness": is_one_of("native"),
@@ -243,7 +242,7 @@ class PoolingBody(EmbeddingBody):
     use_activation: bool = Field(True, description="False: a classifier's logits instead of probabilities.")
 
 
-class ClassifyBody(Body):
+class ClassifyBody(QueuedBody):
     """``POST /v1/classify``."""
 
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = EmbeddingBody.NEUTRAL

@@ -18,18 +18,18 @@ from starlette.responses import JSONResponse
 from nxd_server.http.error_responses import bad_request, missing_field, unknown_field, unsupported
 from nxd_server.http.openai.embeddings import encode_texts, usage_of
 from nxd_server.http.openai.schemas import MOST_TEXTS, TRUNCATE
-from nxd_server.http.request_body import Body, Whole, equals, is_empty, is_one_of
+from nxd_server.http.request_body import QueuedBody, Whole, equals, is_empty, is_one_of
 from nxd_server.http.request_context import check_model, context_of, require_task
 
 PAIRS = {"text_1": ("text_2",), "data_1": ("data_2",), "queries": ("documents", "items")}
 """The names of the first texts of a score, and what the second may be called beside each."""
 
 
-class MatchBody(Body):
+class MatchBody(QueuedBody):
     """Fields that both routes have."""
 
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
-        **dict.fromkeys(("priority", "max_tokens_per_doc", "max_chunks_per_doc"), equals(0)),
+        **dict.fromkeys(("max_tokens_per_doc", "max_chunks_per_doc"), equals(0)),
         "mm_processor_kwargs": is_empty,
         "rank_fields": is_one_of(["text"]),
         "add_special_tokens": is_one_of(True),

@@ -17,7 +17,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from nxd_server.http.scope_keys import REFUSAL, REQUEST_ID
+from nxd_server.http.scope_keys import KEY, REFUSAL, REQUEST_ID
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -100,6 +100,8 @@ def log_access(scope: Scope, status: int, seconds: float, sent: int) -> None:
         "client": client[0] if client else "-",
         "bytes": sent,
     }
+    if KEY in scope:
+        fields["key"] = scope[KEY].name
     error, refusal = "", scope.get(REFUSAL)
     if refusal is not None:
         fields |= {"error_type": refusal.type, "error_code": refusal.code}

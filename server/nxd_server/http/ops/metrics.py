@@ -17,6 +17,7 @@ from nxd_server.engine.engine_core import EngineStats
 from nxd_server.engine.request import ErrorEvent, FinishEvent
 
 if TYPE_CHECKING:
+    from nxd_server.accounts import Account
     from nxd_server.app.service import Service
     from nxd_server.http.protocol import Connections
 
@@ -28,7 +29,7 @@ STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0
 class Metrics:
     """The metrics that the HTTP layer records, and the registry that also holds the engine's."""
 
-    def __init__(self, service: Service, connections: Connections):
+    def __init__(self, service: Service, connections: Connections, accounts: Mapping[str, Account]):
         self.registry = CollectorRegistry(auto_describe=False)
         registry = self.registry
 
@@ -52,7 +53,7 @@ class Metrics:
         self._prefill = histogram("nxd_request_prefill_time_seconds", "Seconds from a slot to the first token.")
         self._decode = histogram("nxd_request_decode_time_seconds", "Seconds from the first token to the end.")
         self._whole = histogram("nxd_e2e_request_latency_seconds", "Seconds from arrival to the end of a choice.")
-        registry.register(_Collector(service, connections))
+        registry.register(_Collector(service, connections, accounts))
 
     def http(self, method: str, route: str, status: int, seconds: float) -> None:
         known = method if method in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH") else "other"
@@ -81,8 +82,8 @@ class Metrics:
 class _Collector(Collector):
     """The gauges and counters of the engine and of the connections, read at scrape time."""
 
-    def __init__(self, service: Service, connections: Connections):
-        self._service, self._connections = service, connections
+    def __init__(self, service: Service, connections: Connections, accounts: Mapping[str, Account]):
+        self._service, self._connections, self._accounts = service, connections, accounts
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering must not query a service that is still starting
@@ -105,6 +106,7 @@ class _Collector(Collector):
         yield GaugeMetricFamily("nxd_connections", "Open connections.", len(connections))
         yield GaugeMetricFamily("nxd_connections_most", "Limit of open connections.", connections.most)
         yield _by_label("nxd_connections_ended", "Connections ended by the server.", "reason", connections.ended)
+        yield from _by_key(self._accounts.values())
         yield from self._ranks()
         if stats is not None:
             yield from _gauges(stats)
@@ -158,6 +160,21 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("nxd_spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens)
     yield _by_label("nxd_request_success", "Finished choices.", "finished_reason", stats.finished)
     yield _by_label("nxd_admission_rejections", "Requests rejected at admission.", "reason", stats.rejected)
+
+
+def _by_key(accounts: Iterable[Account]) -> Iterator[Metric]:
+    requests = CounterMetricFamily("nxd_key_requests", "Requests with a key.", labels=["key"])
+    running = GaugeMetricFamily("nxd_key_requests_running", "Those being answered.", labels=["key"])
+    tokens = CounterMetricFamily("nxd_key_tokens", "Tokens of a key's requests.", labels=["key", "of"])
+    refused = CounterMetricFamily("nxd_key_refusals", "Requests beyond a key's limit.", labels=["key", "limit"])
+    for account in accounts:
+        requests.add_metric([account.name], account.requests)
+        running.add_metric([account.name], account.running)
+        tokens.add_metric([account.name, "prompts"], account.prompt_tokens)
+        tokens.add_metric([account.name, "answers"], account.generated_tokens)
+        for limit, count in account.refused.items():
+            refused.add_metric([account.name, limit], count)
+    yield from (requests, running, tokens, refused)
 
 
 def _by_label(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
