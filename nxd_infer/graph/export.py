@@ -12,12 +12,14 @@ import contextlib
 import inspect
 import logging
 import math
+import random
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -109,7 +111,8 @@ class _Traced(nn.Module):
         repeats = contextlib.nullcontext() if self.repeats is None else self.repeats.watched(step.module)
         with _swapped(self.module, seen) as changed, repeats:
             args, kwargs = _call_arguments(step, values)
-            result = self.module(*args, **kwargs)
+            with _nothing_drawn(type(self.module).__name__):
+                result = self.module(*args, **kwargs)
         self.seen.reassigned = [name for name in changed if name not in seen]
         stores = [
             (seen[name], value, f"the state {name!r} was assigned") for name, value in changed.items() if name in seen
@@ -181,6 +184,32 @@ class _Traced(nn.Module):
         for (state, _, _), value in zip(stores, values, strict=True):
             state.copy_(value)
         return tuple(kept)
+
+
+@contextlib.contextmanager
+def _nothing_drawn(model: str) -> Iterator[None]:
+    """Raise TraceError if numbers were drawn from Python's or NumPy's generator, and it was not seeded here."""
+
+    def drawn() -> tuple[Any, ...]:
+        return random.getstate(), np.random.get_state(legacy=False)["state"]["pos"]
+
+    def noting(seed: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **more: seed(*args, **more) or seeded.append(seed)
+
+    seeded: list[Any] = []
+    before, seeds = drawn(), [(generator, generator.seed) for generator in (random, np.random)]
+    for generator, seed in seeds:
+        vars(generator)["seed"] = noting(seed)
+    try:
+        yield
+    finally:
+        for generator, seed in seeds:
+            vars(generator)["seed"] = seed
+    if drawn() != before and not seeded:
+        raise TraceError(
+            f"{model} draws random numbers from Python's or NumPy's generator, which every call of the graph would "
+            "repeat: take them as an input, or draw them by torch"
+        )
 
 
 def _memory(tensor: Tensor) -> int:

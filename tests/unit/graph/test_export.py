@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -249,6 +252,25 @@ class Deciding(nn.Module):
 def test_what_values_decide_is_refused_with_the_line(how: str, message: str):
     with pytest.raises(TraceError, match=message):
         lowered(Deciding(how), torch.ones(4))
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[], float]):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.draw()
+
+
+def test_random_numbers_of_python_and_numpy_are_refused_unless_they_are_seeded():
+    for draw in (random.random, np.random.rand):
+        with pytest.raises(TraceError, match="Drawing draws random numbers from Python's or NumPy's generator, which"):
+            lowered(Drawing(draw), torch.ones(3))
+    before = np.random.seed
+    lowered(Drawing(lambda: (np.random.seed(3), np.random.rand())[1]), torch.ones(3))
+    lowered(Drawing(random.Random(3).random), torch.ones(3))
+    assert np.random.seed is before
 
 
 def test_values_may_decide_what_stays_inside(tmp_path: Path):
