@@ -3,7 +3,8 @@
 The *arena* holds the tensors: one memfd, laid out from the manifest alone, so that both compute the same offsets.
 
 ====================  ============================================================================
-a counter page        per rank: steps begun, steps finished, clock of the last begin (nanoseconds)
+a counter page        per rank: steps begun, steps finished, clock of the last begin and
+                      time of all finished steps (nanoseconds)
 the inputs, twice     every bucket's inputs, each aligned to 64 bytes; buckets overlay each other
 the outputs, twice    every bucket's outputs, likewise; written by the first rank of the stage
                       that computes them
@@ -145,13 +146,17 @@ class Arena:
         self._words[place + 2] = clock
         self._words[place] += 1
 
-    def finish(self, rank: int) -> None:
-        self._words[rank * _COUNTERS + 1] += 1
-
-    def progress(self, rank: int) -> tuple[int, int, int]:
-        """Return steps begun, steps finished, and the clock of the last begin (0 before the first)."""
+    def finish(self, rank: int, took: int) -> None:
+        """Record that rank ``rank`` has finished its step, which took it so many nanoseconds."""
         place = rank * _COUNTERS
-        return self._words[place], self._words[place + 1], self._words[place + 2]
+        self._words[place + 3] += took
+        self._words[place + 1] += 1
+
+    def progress(self, rank: int) -> tuple[int, int, int, int]:
+        """Return steps begun, steps finished, the clock of the last begin (0 before the first), and the nanoseconds
+        of all finished steps."""
+        begun, finished, clock, took = self._words[rank * _COUNTERS :][:4]
+        return begun, finished, clock, took
 
 
 class Side:

@@ -36,6 +36,8 @@ class RankHealth:
     """How long the exchange in progress has taken so far; 0 between exchanges."""
     last_step_age: float | None
     """Seconds since the last exchange began; None before the first."""
+    seconds: float = 0.0
+    """Seconds of all exchanges finished since the start, without waits for an earlier stage."""
 
 
 class Ranks(ABC):

@@ -116,6 +116,7 @@ class ServerSettings:
     served_model_name: str | None = setting(
         ADDRESS, None, "Name under /v1/models; by default the one in the artifact.", kind=str, check=not_empty
     )
+    page: bool = setting(ADDRESS, True, "Serve the page at /: chat, completion, embeddings, live plots.")
     api_keys: list[str] = setting(
         KEYS,
         [],

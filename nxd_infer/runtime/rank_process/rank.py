@@ -259,8 +259,9 @@ def run(config: RankConfig) -> int:
             error = traceback.format_exc()
         for fd in fds:
             os.close(fd)
-        arena.finish(config.rank)
-        channel.send_response(request, time.monotonic_ns() - started - waited, error)
+        took = time.monotonic_ns() - started - waited
+        arena.finish(config.rank, took)
+        channel.send_response(request, took, error)
     return 0
 
 

@@ -290,7 +290,7 @@ class Supervisor(Ranks):
         ranks = []
         for rank in range(self.degree):
             process = 0 if self._processes.together else rank
-            begun, finished, clock = self.arena.progress(process) if self.arena is not None else (0, 0, 0)
+            begun, finished, clock, took = self.arena.progress(process) if self.arena is not None else (0, 0, 0, 0)
             state = self._processes.state(process)
             age = (time.monotonic_ns() - clock) / 1e9 if clock else None
             ranks.append(
@@ -303,6 +303,7 @@ class Supervisor(Ranks):
                     collectives=self._processes.collectives(rank),
                     busy_seconds=age if age is not None and begun > finished else 0.0,
                     last_step_age=age,
+                    seconds=took / 1e9,
                 )
             )
         return ranks

@@ -20,6 +20,7 @@ from nxd_server.http.openai.pooling import pooling
 from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PoolingBody
 from nxd_server.http.openai.scoring import RerankBody, ScoreBody, rerank, score
 from nxd_server.http.ops import health
+from nxd_server.http.page.files import add_page
 from nxd_server.http.predict import PredictBody, predict
 from nxd_server.http.request_body import Body
 from nxd_server.http.request_context import Context, RequestMiddleware, answered, context_of, endpoint, json_body
@@ -78,6 +79,8 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     _get(app, "/ping", health.readyz)  # SageMaker's
     _get(app, "/version", health.version)
     _get(app, "/metrics", health.metrics)
+    if settings.page:
+        add_page(app)
     return app
 
 

@@ -13,6 +13,7 @@ from nxd_server.accounts import ANONYMOUS, Account
 from nxd_server.api_keys import ApiKey, read_keys
 from nxd_server.errors import SettingsError
 from nxd_server.http.error_responses import ApiError
+from nxd_server.http.page.files import FILES as PAGE
 from nxd_server.http.scope_keys import KEY
 from nxd_server.settings import ServerSettings
 
@@ -58,7 +59,7 @@ class Keys:
         403 for a key that is for something else."""
         path = scope["path"]
         needed = "metrics" if path == METRICS else "use"
-        closed = self._closed and path not in OPEN_PATHS
+        closed = self._closed and path not in OPEN_PATHS and not (path in PAGE and scope["method"] in ("GET", "HEAD"))
         if not closed and not (path == METRICS and any(needed in key.scopes for key in self._keys)):
             return ANONYMOUS
         key = self._sent(scope, "API")

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+from nxd_server.http.page.files import FILES
 from tests.support.needs import needs_native
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +46,7 @@ def test_without_a_compiler_the_operators_of_a_wheel_trace_and_serve(tmp_path: P
     place = tmp_path / "installed"
     with zipfile.ZipFile(wheel) as content:
         content.extractall(place)
+    assert all((place / file.relative_to(ROOT / "server")).exists() for file in FILES.values())
     (tmp_path / "model.py").write_text(MODEL)
     bare = tmp_path / "bin"
     bare.mkdir()

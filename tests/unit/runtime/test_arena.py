@@ -59,7 +59,7 @@ def test_tensors_keep_apart_and_arrive(manifest):
         theirs = Arena(fd, manifest, writable_inputs=False)
         for rank in range(manifest.tp_degree):
             ours.begin(rank, rank + 1)
-            ours.finish(rank)
+            ours.finish(rank, 5 * rank)
         for index, bucket in enumerate(manifest.buckets):
             pairs = []
             for mine, other in zip(ours.sides, theirs.sides, strict=True):
@@ -73,7 +73,7 @@ def test_tensors_keep_apart_and_arrive(manifest):
             for number, (mine, other) in enumerate(pairs):
                 assert (other == (number % 2 if mine.dtype == torch.bool else number + 1)).all()
         assert [theirs.progress(rank) for rank in range(manifest.tp_degree)] == [
-            (1, 1, rank + 1) for rank in range(manifest.tp_degree)
+            (1, 1, rank + 1, 5 * rank) for rank in range(manifest.tp_degree)
         ]
     finally:
         os.close(fd)

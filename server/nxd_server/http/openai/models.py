@@ -24,7 +24,11 @@ def _card(request: Request) -> dict[str, Any]:
         "pp_degree": service.manifest.pp_degree,
         "weight_version": service.weight_version,
     }
+    if "labels" in service.metadata:
+        card["labels"] = len(service.metadata["labels"])
     if service.task == "generate":
+        card["chat"], card["tool_calls"] = service.chat_template is not None, service.tool_format is not None
+        card["top_logprobs"] = service.top_logprobs
         card["generation_defaults"] = {**service.sampling_defaults, "stop_token_ids": list(service.eos_token_ids)}
     return card
 

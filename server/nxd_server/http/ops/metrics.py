@@ -91,6 +91,7 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         service = self._service
         yield GaugeMetricFamily("nxd_ready", "1 when a request sent now would be served.", float(service.ready))
+        yield GaugeMetricFamily("nxd_start_time_seconds", "When the server started, since 1970.", service.created)
         stats = service.stats()
         restarts = 0 if stats is None else stats.restarts
         yield CounterMetricFamily("nxd_engine_restarts", "Restarts of the ranks.", restarts)
@@ -115,15 +116,17 @@ class _Collector(Collector):
 
     def _ranks(self) -> Iterator[Metric]:
         steps = CounterMetricFamily("nxd_rank_steps", "Steps a rank completed.", labels=["rank"])
+        seconds = CounterMetricFamily("nxd_rank_seconds", "Seconds a rank spent in steps.", labels=["rank"])
         age = GaugeMetricFamily("nxd_worker_heartbeat_age_seconds", "Seconds since a heartbeat.", labels=["rank"])
         alive = GaugeMetricFamily("nxd_rank_alive", "1 while the rank's process lives.", labels=["rank"])
         for rank in self._service.ranks():
             label = [str(rank.rank)]
             alive.add_metric(label, float(rank.alive))
             steps.add_metric(label, float(rank.steps))
+            seconds.add_metric(label, rank.seconds)
             if rank.last_step_age is not None:
                 age.add_metric(label, rank.last_step_age)
-        yield from (steps, age, alive)
+        yield from (steps, seconds, age, alive)
 
     def _buckets(self, stats: EngineStats) -> Iterator[Metric]:
         names = ["graph", "batch", "seq"]
