@@ -11,7 +11,7 @@ import datetime
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,52 +40,11 @@ from nxd_infer.util.devices import HOST, group_exists, transport_device
 log = logging.getLogger(__name__)
 
 __all__ = [
-    "DEFAULT_TIMEOUT",
-    "ParallelGroups",
-    "destroy_model_parallel",
-    "get_context_model_parallel_group",
-    "get_context_model_parallel_rank",
-    "get_context_model_parallel_replica_groups",
-    "get_context_model_parallel_size",
-    "get_context_model_parallel_src_tgt_pairs",
-    "get_context_parallel_group",
-    "get_context_parallel_rank",
-    "get_context_parallel_size",
-    "get_context_parallel_src_rank",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_replica_groups",
-    "get_data_parallel_size",
-    "get_data_parallel_src_rank",
-    "get_expert_data_parallel_group",
-    "get_expert_data_parallel_rank",
-    "get_expert_data_parallel_replica_groups",
-    "get_expert_data_parallel_size",
-    "get_expert_data_parallel_src_rank",
-    "get_expert_model_parallel_group",
-    "get_expert_model_parallel_rank",
-    "get_expert_model_parallel_replica_groups",
-    "get_expert_model_parallel_size",
-    "get_expert_model_parallel_src_rank",
-    "get_pipeline_model_parallel_group",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-    "get_pipeline_model_parallel_rank",
-    "get_pipeline_model_parallel_replica_groups",
-    "get_pipeline_model_parallel_size",
-    "get_pipeline_model_parallel_src_rank",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_replica_groups",
-    "get_tensor_model_parallel_size",
-    "get_tensor_model_parallel_src_rank",
-    "get_world_group",
-    "get_zero1_sharding_groups",
-    "initialize_model_parallel",
-    "is_global_rank_zero",
-    "model_parallel_is_initialized",
+    "DEFAULT_TIMEOUT", "ParallelGroups", "destroy_model_parallel", "get_context_model_parallel_src_tgt_pairs",
+    "get_pipeline_model_parallel_next_rank", "get_pipeline_model_parallel_prev_rank", "get_world_group",
+    "get_zero1_sharding_groups", "initialize_model_parallel", "is_global_rank_zero", "model_parallel_is_initialized",
     "move_model_to_device",
-]
+]  # fmt: skip
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _keys = (f"distributed-{n}" for n in itertools.count())
@@ -249,40 +208,6 @@ def destroy_model_parallel() -> None:
         unregister_collectives(context.collectives)
 
 
-Getter = Callable[[], int]
-
-
-def _getters(name: str, axis: str, members: str) -> tuple[Getter, Getter, Getter, Callable[..., Any]]:
-    """Return ``get_NAME_size``, ``_rank``, ``_src_rank`` and ``_group``; ``members`` is what the size counts."""
-
-    def get_size() -> int:
-        return current_context().axis(axis).degree
-
-    def get_rank() -> int:
-        return current_context().axis(axis).rank
-
-    def get_src_rank() -> int:
-        return current_context().axis(axis).ranks[0]
-
-    def get_group(as_list: bool = False) -> Any:
-        return current_context().layout.groups(axis) if as_list else _process_group(axis)
-
-    group = name.replace("_", " ").replace(" model", "") + " group"
-    for function, what, text in (
-        (get_size, "size", f"The number of {members}."),
-        (get_rank, "rank", f"This rank's index in its {group}."),
-        (get_src_rank, "src_rank", f"The global rank of the first member of this rank's {group}."),
-        (
-            get_group,
-            "group",
-            f"This rank's ``torch.distributed`` {group}, or without one an AxisGroup; with ``as_list`` all, as ranks.",
-        ),
-    ):
-        function.__name__ = function.__qualname__ = f"get_{name}_{what}"
-        function.__doc__ = text
-    return _constant(get_size), _constant(get_rank), _constant(get_src_rank), get_group
-
-
 def _process_group(axis: str) -> Any:
     context = current_context()
     if axis == "edp" and context.ep.degree == context.cp.degree == 1:
@@ -297,42 +222,52 @@ def _process_group(axis: str) -> Any:
     return transport.process_group(axis) if isinstance(transport, DistributedCollectives) else AxisGroup(axis)
 
 
-(
-    get_tensor_model_parallel_size,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_src_rank,
-    get_tensor_model_parallel_group,
-) = _getters("tensor_model_parallel", "tp", "ranks that share each layer")
-(
-    get_data_parallel_size,
-    get_data_parallel_rank,
-    get_data_parallel_src_rank,
-    get_data_parallel_group,
-) = _getters("data_parallel", "dp", "copies of the model: the world divided by the other degrees")
-(
-    get_pipeline_model_parallel_size,
-    get_pipeline_model_parallel_rank,
-    get_pipeline_model_parallel_src_rank,
-    get_pipeline_model_parallel_group,
-) = _getters("pipeline_model_parallel", "pp", "pipeline stages")
-(
-    get_context_parallel_size,
-    get_context_parallel_rank,
-    get_context_parallel_src_rank,
-    get_context_parallel_group,
-) = _getters("context_parallel", "cp", "ranks that share a sequence")
-(
-    get_expert_model_parallel_size,
-    get_expert_model_parallel_rank,
-    get_expert_model_parallel_src_rank,
-    get_expert_model_parallel_group,
-) = _getters("expert_model_parallel", "ep", "ranks that share the experts")
-(
-    get_expert_data_parallel_size,
-    get_expert_data_parallel_rank,
-    get_expert_data_parallel_src_rank,
-    get_expert_data_parallel_group,
-) = _getters("expert_data_parallel", "edp", "copies of each expert")
+def _accessors(name: str, axis: str, members: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions ``get_NAME_size``, ``_rank``, ..., by their names; ``members`` is what the size counts."""
+
+    def size() -> int:
+        return current_context().axis(axis).degree
+
+    def rank() -> int:
+        return current_context().axis(axis).rank
+
+    def src_rank() -> int:
+        return current_context().axis(axis).ranks[0]
+
+    def group(as_list: bool = False) -> Any:
+        return current_context().layout.groups(axis) if as_list else _process_group(axis)
+
+    def replica_groups() -> list[list[int]]:
+        return current_context().layout.groups(axis)
+
+    own = name.replace("_", " ").replace(" model", "") + " group"
+    texts: dict[Callable[..., Any], str] = {
+        _constant(size): f"The number of {members}.",
+        _constant(rank): f"This rank's index in its {own}.",
+        _constant(src_rank): f"The global rank of the first member of this rank's {own}.",
+        group: f"This rank's ``torch.distributed`` {own}, or without one an AxisGroup; with ``as_list`` all, as ranks.",
+        replica_groups: f"Every {own} as global ranks.",
+    }
+    for function, text in texts.items():
+        function.__doc__, function.__name__ = text, f"get_{name}_{function.__name__}"
+        function.__qualname__ = function.__name__
+    return {function.__name__: function for function in texts}
+
+
+_ACCESSORS = {
+    **_accessors("tensor_model_parallel", "tp", "ranks that share each layer"),
+    **_accessors("data_parallel", "dp", "copies of the model: the world divided by the other degrees"),
+    **_accessors("pipeline_model_parallel", "pp", "pipeline stages"),
+    **_accessors("context_parallel", "cp", "ranks that share a sequence"),
+    **_accessors("context_model_parallel", "cp", "ranks that share a sequence"),  # the reference's longer name
+    **_accessors("expert_model_parallel", "ep", "ranks that share the experts"),
+    **_accessors("expert_data_parallel", "edp", "copies of each expert"),
+}
+globals().update(_ACCESSORS)
+__all__ += list(_ACCESSORS)  # pyright: ignore[reportUnsupportedDunderAll]
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Callable[..., Any]: ...
 
 
 @_constant
@@ -352,19 +287,6 @@ def _neighbour(step: int) -> int:
     return axis.ranks[(axis.rank + step) % axis.degree]
 
 
-def _replica_groups(axis: str) -> Callable[[], list[list[int]]]:
-    return lambda: current_context().layout.groups(axis)
-
-
-get_tensor_model_parallel_replica_groups = _replica_groups("tp")
-"""Every group of the axis as global ranks; so in the next ones."""
-get_data_parallel_replica_groups = _replica_groups("dp")
-get_pipeline_model_parallel_replica_groups = _replica_groups("pp")
-get_context_model_parallel_replica_groups = _replica_groups("cp")
-get_expert_model_parallel_replica_groups = _replica_groups("ep")
-get_expert_data_parallel_replica_groups = _replica_groups("edp")
-
-
 def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
     """Return the ring of every context parallel group, as pairs of a rank and the next one."""
     groups = current_context().layout.groups("cp")
@@ -374,12 +296,6 @@ def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
 def is_global_rank_zero() -> bool:
     """Return whether this is the first of all ranks."""
     return current_context().rank == 0
-
-
-# The reference's longer names for the same axis.
-get_context_model_parallel_size = get_context_parallel_size
-get_context_model_parallel_rank = get_context_parallel_rank
-get_context_model_parallel_group = get_context_parallel_group
 
 
 def get_zero1_sharding_groups() -> list[list[int]]:
