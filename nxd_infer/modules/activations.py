@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nxd_infer.errors import ParallelConfigError
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -21,8 +23,8 @@ _OTHER_NAMES = {"swish": "silu", "gelu_python": "gelu", "gelu_fast": "gelu_pytor
 
 
 def known_activation(name: str) -> str:
-    """Return the key of ACTIVATIONS that ``name`` means. Raises ValueError for an unknown one."""
+    """Return the key of ACTIVATIONS that ``name`` means. Raises ParallelConfigError for an unknown one."""
     name = _OTHER_NAMES.get(name, name)
     if name not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {name!r}; known are {', '.join([*ACTIVATIONS, *_OTHER_NAMES])}")
+        raise ParallelConfigError(f"unknown activation {name!r}; known are {', '.join([*ACTIVATIONS, *_OTHER_NAMES])}")
     return name

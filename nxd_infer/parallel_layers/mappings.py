@@ -14,7 +14,7 @@ function                                                forward            backw
 ``scatter_to_sequence_parallel_region``                 own piece          all-gather
 ``gather_from_sequence_parallel_region``                all-gather         reduce-scatter (1)
 ``reduce_scatter_to_sequence_parallel_region``          reduce-scatter     all-gather
-``enter_expert_parallel_region``, ``exit_...``          all-to-all         all-to-all
+``all_to_all``                                          all-to-all         all-to-all
 ======================================================  =================  ==================
 
 (1) with ``to_model_parallel=False``: own piece, for a gathered value that every rank then uses in the same way.
@@ -41,8 +41,6 @@ from nxd_infer.parallel_layers.utils import indices_split_along_dim
 __all__ = [
     "all_to_all",
     "copy_to_tensor_model_parallel_region",
-    "enter_expert_parallel_region",
-    "exit_expert_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "gather_from_tensor_model_parallel_region_with_dim",
@@ -286,36 +284,6 @@ def reduce_scatter_to_sequence_parallel_region(
 def all_to_all(x: Tensor, process_group: object = "ep", *, context: ParallelContext | None = None) -> Tensor:
     """Send the i-th of equal pieces of x's first dimension to rank i; return theirs for this rank, in rank order."""
     return _move(x, _EXCHANGE, _EXCHANGE, process_group, context)
-
-
-def enter_expert_parallel_region(
-    x: Tensor, scatter_gather: bool = False, *, context: ParallelContext | None = None
-) -> Tensor:
-    """[E, C, H], this rank's tokens for every expert -> [E / ep, ep, C, H], every rank's tokens for its experts.
-
-    ``scatter_gather``: x is replicated over the tensor-parallel ranks; each sends its piece of C only (which must
-    divide), and the pieces are gathered again.
-    """
-    context = current_context() if context is None else context
-    degree = context.ep.degree
-    if x.shape[0] % degree:
-        raise ParallelConfigError(f"{x.shape[0]} experts do not divide over {degree} expert parallel ranks")
-    if scatter_gather:
-        x = scatter_to_tensor_model_parallel_region_with_dim(x, 1, context=context)
-    x = all_to_all(x, context=context)
-    x = x.unflatten(0, (degree, -1)).transpose(0, 1)
-    return gather_from_tensor_model_parallel_region_with_dim(x, 2, context=context) if scatter_gather else x
-
-
-def exit_expert_parallel_region(
-    x: Tensor, scatter_gather: bool = False, *, context: ParallelContext | None = None
-) -> Tensor:
-    """[E / ep, ep, C, H] -> [E, C, H]: invert :func:`enter_expert_parallel_region`."""
-    context = current_context() if context is None else context
-    if scatter_gather:
-        x = scatter_to_tensor_model_parallel_region_with_dim(x, 2, context=context)
-    x = all_to_all(x.transpose(0, 1).flatten(0, 1), context=context)
-    return gather_from_tensor_model_parallel_region_with_dim(x, 1, context=context) if scatter_gather else x
 
 
 # --- plain moves, without a backward of their own: of ported code ------------------------------------------

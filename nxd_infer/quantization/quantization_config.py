@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -29,14 +29,7 @@ class ActivationQuantizationType(Enum):
     NONE = None
 
 
-class BASE_QCONFIG_DICT_TYPE(TypedDict):
-    quantization_type: QuantizationType
-    quantized_dtype: QuantizedDtype
-
-
-class PER_CHANNEL_QCONFIG_DICT_TYPE(BASE_QCONFIG_DICT_TYPE):
-    quantization_per_channel_axis: int
-    """The dimension of the weight that has a scale for each index."""
+BASE_QCONFIG_DICT_TYPE = PER_CHANNEL_QCONFIG_DICT_TYPE = dict[str, Any]
 
 
 def get_default_custom_qconfig_dict() -> BASE_QCONFIG_DICT_TYPE:
@@ -45,21 +38,15 @@ def get_default_custom_qconfig_dict() -> BASE_QCONFIG_DICT_TYPE:
 
 
 def get_default_per_channel_custom_qconfig_dict() -> PER_CHANNEL_QCONFIG_DICT_TYPE:
-    """Int8, a scale for each output, which are the rows of a weight."""
-    return {
-        "quantization_type": QuantizationType.PER_CHANNEL_SYMMETRIC,
-        "quantized_dtype": QuantizedDtype.INT8,
-        "quantization_per_channel_axis": 0,
-    }
+    """Int8, a scale for each output, which are the rows of a weight: its axis 0."""
+    kind = QuantizationType.PER_CHANNEL_SYMMETRIC
+    return {**get_default_custom_qconfig_dict(), "quantization_type": kind, "quantization_per_channel_axis": 0}
 
 
 def get_default_expert_wise_per_channel_custom_qconfig_dict() -> PER_CHANNEL_QCONFIG_DICT_TYPE:
     """Int8, a scale for each output of each expert; weights of experts are ``[experts, inputs, outputs]``."""
-    return {
-        "quantization_type": QuantizationType.EXPERT_WISE_PER_CHANNEL_SYMMETRIC,
-        "quantized_dtype": QuantizedDtype.INT8,
-        "quantization_per_channel_axis": 2,
-    }
+    kind = QuantizationType.EXPERT_WISE_PER_CHANNEL_SYMMETRIC
+    return {**get_default_custom_qconfig_dict(), "quantization_type": kind, "quantization_per_channel_axis": 2}
 
 
 _TYPES = {one.value: one for one in QuantizationType}
@@ -75,7 +62,8 @@ def scheme(config: Mapping[str, Any] | None, dims: int) -> tuple[QuantizedDtype,
     Raises ParallelConfigError for what is not known.
     """
     rest = {**get_default_custom_qconfig_dict(), **(config or {})}
-    kind, dtype, axis = (rest.pop(key, None) for key in PER_CHANNEL_QCONFIG_DICT_TYPE.__annotations__)
+    names = ("quantization_type", "quantized_dtype", "quantization_per_channel_axis")
+    kind, dtype, axis = (rest.pop(name, None) for name in names)
     kind, dtype = _TYPES.get(kind, kind), _DTYPES.get(dtype, dtype)
     rest["activations"] = rest.pop("activation_quantization_type", None) not in _NO_ACTIVATIONS
     if any(rest.values()) or not isinstance(kind, QuantizationType) or not isinstance(dtype, QuantizedDtype):

@@ -20,8 +20,7 @@ from nxd_infer.layout import AxisPlan, layout_of
 from nxd_infer.modules.moe.moe_parallel_layers import ExpertFusedColumnParallelLinear, ExpertFusedRowParallelLinear
 from nxd_infer.parallel_layers.base import ParallelLayer
 from nxd_infer.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
-from nxd_infer.quantization.dequantize import quantized, scale_dequantize
-from nxd_infer.quantization.observer import absolute_maximum, scale_for
+from nxd_infer.quantization.dequantize import absolute_maximum, quantized, scale_dequantize, scale_for
 from nxd_infer.quantization.quantization_config import QuantizationType, QuantizedDtype, scheme
 
 Self = TypeVar("Self", bound="BaseQuantizeParallelLinear")
@@ -122,28 +121,24 @@ class QuantizedColumnParallel(BaseQuantizeParallelLinear, ColumnParallelLinear):
     """:class:`ColumnParallelLinear` with a quantized weight.
 
     Args:
-        sizes: ``input_size, output_size``; all others by keyword.
+        sizes: those of the float layer, by place; all others by keyword.
         quantization_type, quantization_per_channel_axis, quantized_dtype: as in a ``q_config``; the axis is 0 if none
             is given.
-        more: as for ColumnParallelLinear; ``dtype`` is that of the product, and of the bias.
+        more: as for the float layer; ``dtype`` is that of the product, and of the bias.
     """
 
 
 class QuantizedRowParallel(BaseQuantizeParallelLinear, RowParallelLinear):
-    """:class:`RowParallelLinear` with a quantized weight; arguments as for QuantizedColumnParallel."""
+    """:class:`RowParallelLinear` with a quantized weight; arguments as for QuantizedColumnParallel, as for the next."""
 
 
 class QuantizedExpertFusedColumnParallel(BaseQuantizeParallelLinear, ExpertFusedColumnParallelLinear):
-    """:class:`ExpertFusedColumnParallelLinear` with a quantized weight ``[experts, inputs, outputs]``.
-
-    Args:
-        sizes: ``num_experts, input_size, output_size``; others as for QuantizedColumnParallel.
-    """
+    """:class:`ExpertFusedColumnParallelLinear` with a quantized weight ``[experts, inputs, outputs]``."""
 
     dims = 3
 
 
 class QuantizedExpertFusedRowParallel(BaseQuantizeParallelLinear, ExpertFusedRowParallelLinear):
-    """:class:`ExpertFusedRowParallelLinear` with a quantized weight; arguments as for the column-parallel layer."""
+    """:class:`ExpertFusedRowParallelLinear` with a quantized weight."""
 
     dims = 3

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxd_infer.quantization.dequantize import quantized, scale_dequantize
-from nxd_infer.quantization.observer import absolute_maximum, scale_for
+from nxd_infer.quantization.dequantize import absolute_maximum, quantized, scale_dequantize, scale_for
 from nxd_infer.quantization.quantization_config import QuantizationType, scheme
 from nxd_infer.quantization.quantize import convert, named_in
 

@@ -44,6 +44,12 @@ class Shape:
     key: str = ""
     arguments: Words = None
     workdir: Any = None
+    metaneff = weight_name_to_idx = None
+    """For the functions of the second generation, like :attr:`hlo`."""
+
+    @property
+    def hlo(self) -> Shape:
+        return self
 
 
 def trace_shapes(

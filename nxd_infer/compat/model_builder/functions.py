@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,26 +24,11 @@ from nxd_infer.graph.export import named_inputs
 from nxd_infer.layout.sources import named_tensors
 
 __all__ = [
-    "CompilationArtifacts", "ModelBuilder", "TraceArtifacts", "compile", "compile_layout_transformer", "compile_wlo",
-    "shard_checkpoint", "trace",
+    "ModelBuilder", "TraceArtifacts", "compile", "compile_layout_transformer", "compile_wlo", "shard_checkpoint", "trace",
 ]  # fmt: skip
 
 
-class TraceArtifacts(Shape):
-    """What is to be traced; the attributes are for :func:`compile` and :func:`compile_layout_transformer`."""
-
-    metaneff = weight_name_to_idx = None
-
-    @property
-    def hlo(self) -> TraceArtifacts:
-        return self
-
-
-class CompilationArtifacts(TypedDict):
-    """How a shape is to be compiled."""
-
-    arguments: Words
-    workdir: Any
+TraceArtifacts = Shape
 
 
 def trace(
@@ -95,7 +80,7 @@ def compile(
     compiler_workdir: Any = None,
     compiler_args: Words = None,
     key: str | None = None,
-) -> CompilationArtifacts:
+) -> dict[str, Any]:
     """Return how a traced shape is to be compiled, which an :class:`NxDModel` does with all its shapes."""
     return {"arguments": compiler_args, "workdir": compiler_workdir}
 
@@ -142,14 +127,11 @@ class ModelBuilder:
 
         Raises TraceConfigError for an unknown tag, and what ``parallel_model_trace`` raises.
         """
-        given: dict[str, Any] = dict.fromkeys(self.traced, compiler_args)
+        given: Mapping[str, Any] = dict.fromkeys(self.traced, compiler_args)
         if isinstance(compiler_args, Mapping) and compiler_args.keys() & self.traced.keys():
-            given = {str(tag): arguments for tag, arguments in compiler_args.items()}
-        for tag in (*given, *([] if priority_model_key is None else [priority_model_key])):
-            if tag not in self.traced:
-                raise TraceConfigError(
-                    f"nothing was traced as {tag!r}; the tags are {', '.join(self.traced) or 'none'}"
-                )
+            given = compiler_args
+        for tag in {*given, priority_model_key} - {*self.traced, None}:
+            raise TraceConfigError(f"nothing was traced as {tag!r}; the tags are {', '.join(self.traced) or 'none'}")
         model = NxDModel()
         for tag, traced in self.traced.items():
             model.add(tag, traced, {"arguments": given.get(tag), "workdir": compiler_workdir})

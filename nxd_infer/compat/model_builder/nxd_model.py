@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,7 +21,7 @@ from nxd_infer.errors import InputMismatchError, TraceConfigError, WeightSchemaE
 from nxd_infer.layout import TensorLayout, as_source
 from nxd_infer.layout.merge import RunsSource, Shard
 from nxd_infer.runtime.model import TensorParallelModel, parallel_model_load, parallel_model_save
-from nxd_infer.runtime.router import bind, fits
+from nxd_infer.runtime.router import bind, check_tensors, fits
 
 
 class NxDModel(nn.Module):
@@ -112,22 +113,15 @@ class NxDModel(nn.Module):
         bare = isinstance(result, list | tuple) and len(result) == 1 and self.model.buckets[0].metadata.get("bare")
         return result[0] if bare else result
 
-    @functools.cached_property
-    def _alike(self) -> bool:
-        shapes = {tuple((spec.dtype, *spec.shape) for spec in bucket.inputs) for bucket in self.model.buckets}
-        return len(shapes) < len(self.model.buckets) and self.model.artifact.bucket_kernel_file is None
-
     def _takers(self, inputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[str]:
-        """Return the shapes of exactly these inputs, if some are alike and the artifact has no rule that chooses."""
+        """Return the shapes of exactly these inputs, if the artifact has no rule that chooses."""
         takers = []
-        for bucket in self.model.buckets if self._alike else ():
-            try:
-                given = bind(bucket, inputs, named)
-            except InputMismatchError:
-                continue
-            pairs = [(spec, given[spec.name]) for spec in bucket.inputs if spec.name in given]
-            if all(fits(spec, tensor) and list(tensor.shape) == spec.shape for spec, tensor in pairs):
-                takers.append(bucket.name)
+        for bucket in self.model.buckets if self.model.artifact.bucket_kernel_file is None else ():
+            with contextlib.suppress(InputMismatchError):
+                check_tensors(given := bind(bucket, inputs, named))
+                pairs = [(spec, given[spec.name]) for spec in bucket.inputs if spec.name in given]
+                if all(fits(spec, tensor) and list(tensor.shape) == spec.shape for spec, tensor in pairs):
+                    takers.append(bucket.name)
         return takers
 
     # --- weights ---

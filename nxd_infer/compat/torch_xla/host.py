@@ -96,6 +96,11 @@ def _on(place: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def autocast(device: Any, **options: Any) -> torch.autocast:
+    """Return ``torch.autocast`` for the CPU: ``torch_xla.amp.autocast``."""
+    return torch.autocast(HOST.type, **options)
+
+
 def _load(storage: Any, location: str) -> Any:
     return storage if location.startswith("xla") else None
 

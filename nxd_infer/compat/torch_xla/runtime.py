@@ -14,17 +14,17 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.util.devices import HOST, group_exists
 
 
-def world_size() -> int:
-    """Return the number of ranks: of the process group, else of the launcher."""
+def world_size(defval: int = 1) -> int:
+    """Return the number of ranks: of the process group, else of the launcher. ``defval``: no effect, as below."""
     return dist.get_world_size() if group_exists() else launched_world()
 
 
-def global_ordinal() -> int:
+def global_ordinal(defval: int = 0) -> int:
     """Return this process's rank."""
     return dist.get_rank() if group_exists() else int(os.environ.get("RANK", 0)) if launched_world() > 1 else 0
 
 
-def local_ordinal() -> int:
+def local_ordinal(defval: int = 0) -> int:
     """Return this process's number on its machine."""
     return int(os.environ.get("LOCAL_RANK", global_ordinal()))
 
@@ -39,7 +39,7 @@ def host_index() -> int:
     return int(os.environ.get("GROUP_RANK", 0))
 
 
-def device_type() -> str:
+def device_type(device: Any = None) -> str:
     return "CPU"
 
 
@@ -61,7 +61,7 @@ local_device_count = local_process_count
 addressable_device_count = addressable_runtime_device_count = device_count
 
 
-def device(index: int | None = None) -> torch.device:
+def device(index: int | None = None, devkind: str | None = None) -> torch.device:
     """Return this process's device, the CPU. Raises ParallelConfigError for another than the first."""
     if index not in (None, 0):
         raise ParallelConfigError(f"device {index} is asked for, but each process has one, of index 0: leave it out")

@@ -27,38 +27,14 @@ from nxd_infer.util.devices import on_host
 REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = "sum", "mul", "and", "or", "min", "max"
 
 mark_step, add_step_closure = sync, add_step_closure
+get_local_ordinal, get_ordinal, xrt_world_size = runtime.local_ordinal, runtime.global_ordinal, runtime.world_size
+get_memory_info, set_rng_state = runtime.memory_info, runtime.manual_seed
+xla_device, xla_device_hw, xla_real_devices = runtime.device, runtime.device_type, runtime.real_devices
 is_xla_tensor = on_host
-set_rng_state = runtime.manual_seed
-get_memory_info = runtime.memory_info
-xla_real_devices = runtime.real_devices
-
-
-def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """Return this process's device, the CPU. Raises ParallelConfigError for another than the first."""
-    return runtime.device(n)
 
 
 def get_xla_supported_devices(max_devices: Any = None, devkind: Any = None) -> list[str]:
     return ["xla:0"]
-
-
-def xla_device_hw(device: Any) -> str:
-    return "CPU"
-
-
-def get_ordinal(defval: int = 0) -> int:
-    """Return this process's rank."""
-    return runtime.global_ordinal()
-
-
-def get_local_ordinal(defval: int = 0) -> int:
-    """Return this process's number on its machine."""
-    return runtime.local_ordinal()
-
-
-def xrt_world_size(defval: int = 1) -> int:
-    """Return the number of ranks."""
-    return runtime.world_size()
 
 
 def is_master_ordinal(local: bool = True) -> bool:

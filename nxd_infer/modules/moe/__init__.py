@@ -3,7 +3,7 @@
 ::
 
     routing              which experts a token goes to
-    expert_mlps_v2       the experts, with their configurations in moe_configs; expert_mlps takes keywords instead
+    expert_mlps_v2       the experts, with their configurations in moe_configs
     dispatch             tokens to the expert parallel ranks that hold their experts, and back
     moe_parallel_layers  linear layers of all experts, split over tensor and expert parallel ranks
     shared_experts       an MLP for all tokens
@@ -14,8 +14,7 @@ Shapes: T tokens, k experts per token, E experts, H hidden, I intermediate size.
 """
 
 from nxd_infer.modules.moe import loss_function, routing
-from nxd_infer.modules.moe.expert_mlps import ExpertMLPs
-from nxd_infer.modules.moe.expert_mlps_v2 import ExpertMLPsV2
+from nxd_infer.modules.moe.expert_mlps_v2 import ExpertMLPs, ExpertMLPsV2
 from nxd_infer.modules.moe.loss_function import load_balancing_loss_func
 from nxd_infer.modules.moe.model import MoE
 from nxd_infer.modules.moe.moe_configs import BlockwiseMatmulConfig, GLUType, RoutedExpertsMLPOpsConfig

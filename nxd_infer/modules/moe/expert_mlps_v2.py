@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from nxd_infer.modules.moe.dispatch import dispatched, within_capacity
 from nxd_infer.modules.moe.experts import Experts
 from nxd_infer.modules.moe.moe_configs import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
 from nxd_infer.parallel_layers import mappings
-from nxd_infer.parallel_layers.base import DeviceLike
+from nxd_infer.parallel_layers.base import DeviceLike, Fill
 from nxd_infer.parallel_layers.mappings import axis_of
 
 
@@ -21,10 +23,8 @@ class ExpertMLPsV2(nn.Module):
     """``mlp_op.gate_up_proj`` and ``mlp_op.down_proj`` of all experts; see RoutedExpertsMLPOpsConfig.
 
     Args:
-        routed_experts_mlp_config: what the experts compute.
-        blockwise_matmul_config: of a device's kernel; it changes nothing here.
-        sequence_parallel_enabled, is_prefill: no effect: MoE gathers the sequence, and one implementation serves all
-            numbers of tokens.
+        blockwise_matmul_config, sequence_parallel_enabled, is_prefill: no effect: MoE gathers the sequence, and one
+            implementation serves all numbers of tokens.
         dtype, device: of the parameters.
         tensor_model_parallel_group: None, an axis name, or a group of ``parallel_state``.
         expert_model_parallel_group: must be that of ``parallel_state``; the default.
@@ -111,3 +111,34 @@ class ExpertMLPsV2(nn.Module):
         # A dropped row is zero, except for a bias of an expert that it did not go to.
         y = y * (experts.reshape(-1, 1) >= 0) if self.routed_experts_mlp_config.bias else y
         return y.unflatten(0, (tokens, self.top_k)).sum(1)
+
+
+class ExpertMLPs(ExpertMLPsV2):
+    """ExpertMLPsV2 of the fields of RoutedExpertsMLPOpsConfig, by keyword, and of BlockwiseMatmulConfig.
+
+    ``init_method`` is the former's ``input_layer_init_method``.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str,
+        glu_mlp: bool = True,
+        capacity_factor: float | None = None,
+        *,
+        return_bias: bool = False,
+        init_method: Fill | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: DeviceLike = None,
+        tensor_model_parallel_group: object = None,
+        **fields: Any,
+    ):
+        given = {"glu_mlp": glu_mlp, "capacity_factor": capacity_factor, "input_layer_init_method": init_method}
+        known = {field.name for field in dataclasses.fields(RoutedExpertsMLPOpsConfig)}
+        given |= {name: fields.pop(name) for name in known & fields.keys()}
+        config = RoutedExpertsMLPOpsConfig(num_experts, hidden_size, intermediate_size, top_k, hidden_act, **given)
+        blockwise, group = BlockwiseMatmulConfig.from_kwargs(**fields), tensor_model_parallel_group
+        super().__init__(config, blockwise, False, return_bias, dtype, device, tensor_model_parallel_group=group)

@@ -6,6 +6,8 @@ The experts are split over the expert parallel ranks, and each of them over the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +21,8 @@ from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.base import (
     DeviceLike,
     Fill,
-    ParallelLayer,
+    WeightAndBias,
     device_of,
-    init_linear_bias,
     init_linear_weight,
     size_plan,
     whole_size,
@@ -43,55 +44,48 @@ def expert_axis(num_experts: int, context: ParallelContext) -> AxisPlan | int:
     return num_experts if ep.degree == 1 else AxisPlan.held(num_experts, ep.rank * each, (ep.rank + 1) * each)
 
 
-class ExpertFusedLinear(ParallelLayer):
-    """What both linear layers have: a weight ``[E / ep, in, out]`` and a bias ``[E / ep, out]``, or None.
+class ExpertFusedLinear(WeightAndBias):
+    """``y[e] = x[e] A[e] + b[e]``: a weight ``[E / ep, in, out]`` and a bias ``[E / ep, out]``, or None.
 
     Each expert is initialised as an ``nn.Linear`` of its own, one after another. Raises ShardingError if the experts do
     not divide over the expert parallel ranks.
+
+    Args:
+        num_experts, input_size, output_size: logical sizes.
+        stride: the split size consists of ``stride`` blocks (such as gate and up), and each rank holds a piece of each.
+        init_method: fills an expert's logical ``[output_size, input_size]`` in place; default as in ``nn.Linear``.
+        dtype, device, keep_master_weight, tensor_model_parallel_group: as for ColumnParallelLinear.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    split: int
+    """0 if the inputs are split over the tensor parallel ranks, 1 if the outputs are."""
 
     def __init__(
         self,
         num_experts: int,
-        axes: tuple[AxisPlan | int, AxisPlan | int],
-        bias: bool,
-        dtype: torch.dtype,
-        device: DeviceLike,
-        stride: int,
-        init_method: Fill | None,
-        keep_master_weight: bool,
-        tensor_model_parallel_group: object,
+        input_size: int,
+        output_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: DeviceLike = None,
+        stride: int = 1,
+        init_method: Fill | None = None,
+        keep_master_weight: bool = False,
+        tensor_model_parallel_group: object = None,
+        *,
+        bias: bool = False,
     ):
         super().__init__(tensor_model_parallel_group)
-        self.num_experts, self.stride, self._axes = whole_size(num_experts), stride, axes
-        self.input_size, self.output_size = (axis if isinstance(axis, int) else axis.size for axis in axes)
-        self.init_method, self.keep_master_weight = init_method, keep_master_weight
+        self.num_experts, self.stride = whole_size(num_experts), stride
+        sizes = self.input_size, self.output_size = whole_size(input_size), whole_size(output_size)
+        self._axes = [size_plan(size, stride) if at == self.split else size for at, size in enumerate(sizes)]
         self._experts = expert_axis(self.num_experts, self.context)
         self.num_local_experts = self.num_experts // self.context.ep.degree
-        self.new_parameter("weight", dtype, device_of(device), stride=stride)
-        if bias:
-            self.new_parameter("bias", dtype, device_of(device), stride=stride)
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        self.init_method = partial(_fill_each, init_method or init_linear_weight)
+        self.keep_master_weight, self.fan_in = keep_master_weight, self.input_size
+        self.make_parameters(bias, dtype, device, stride)
 
     def axes_of(self, name: str) -> Sequence[AxisPlan | int]:
         return (self._experts, *(self._axes if name == "weight" else self._axes[1:]))
-
-    def reset_parameters(self) -> None:
-        """Give the layer the logical weights that one rank alone would have after the same seed."""
-        fill = self.init_method or init_linear_weight
-
-        def each(weight: Tensor) -> None:
-            for matrix in weight:
-                fill(matrix.t())
-
-        self.master_weight = self.init_parameter("weight", each, keep_master=self.keep_master_weight)
-        if self.bias is not None:
-            self.init_parameter("bias", init_linear_bias(self.input_size))
 
     def _matrix(self) -> Tensor:
         return self.weight
@@ -117,34 +111,21 @@ class ExpertFusedLinear(ParallelLayer):
         )
 
 
-class ExpertFusedColumnParallelLinear(ExpertFusedLinear):
-    """``y[e] = x[e] A[e] + b[e]`` with the outputs of every expert split over the tensor parallel ranks.
+def _fill_each(fill: Fill, weight: Tensor) -> None:
+    for matrix in weight:
+        fill(matrix.t())
 
-    Args:
-        num_experts, input_size, output_size: logical sizes.
-        stride: the outputs consist of ``stride`` blocks (such as gate and up), and each rank holds a piece of each.
-        init_method: fills an expert's logical ``[output_size, input_size]`` in place; default as in ``nn.Linear``.
-        input_is_shared: the caller has entered the parallel region, as for ColumnParallelLinear.
-        dtype, device, keep_master_weight, tensor_model_parallel_group: as for ColumnParallelLinear.
+
+class ExpertFusedColumnParallelLinear(ExpertFusedLinear):
+    """Splits the outputs. ``input_is_shared``: the caller has entered the parallel region, as for ColumnParallelLinear.
+
+    The other arguments are those of ExpertFusedLinear.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        input_size: int,
-        output_size: int,
-        dtype: torch.dtype = torch.float32,
-        device: DeviceLike = None,
-        stride: int = 1,
-        init_method: Fill | None = None,
-        keep_master_weight: bool = False,
-        tensor_model_parallel_group: object = None,
-        *,
-        bias: bool = False,
-        input_is_shared: bool = False,
-    ):
-        axes, group = (whole_size(input_size), size_plan(output_size, stride)), tensor_model_parallel_group
-        super().__init__(num_experts, axes, bias, dtype, device, stride, init_method, keep_master_weight, group)
+    split = 1
+
+    def __init__(self, *sizes: Any, input_is_shared: bool = False, **options: Any):
+        super().__init__(*sizes, **options)
         self.input_is_shared = input_is_shared
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> Tensor:
@@ -157,31 +138,17 @@ class ExpertFusedColumnParallelLinear(ExpertFusedLinear):
 
 
 class ExpertFusedRowParallelLinear(ExpertFusedLinear):
-    """``y[e] = x[e] A[e] + b[e]`` with the inputs of every expert split; the tensor parallel ranks' results are summed.
+    """Splits the inputs; the ranks' results are summed, or with ``reduce_output=False`` this rank's is returned.
 
-    Args:
-        num_experts, input_size, output_size, dtype, device, stride, init_method, keep_master_weight,
-            tensor_model_parallel_group: as for ExpertFusedColumnParallelLinear.
-        reduce_output: False returns this rank's partial sum.
+    The other arguments are those of ExpertFusedLinear.
     """
 
+    split = 0
+
     def __init__(
-        self,
-        num_experts: int,
-        input_size: int,
-        output_size: int,
-        reduce_output: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: DeviceLike = None,
-        stride: int = 1,
-        init_method: Fill | None = None,
-        keep_master_weight: bool = False,
-        tensor_model_parallel_group: object = None,
-        *,
-        bias: bool = False,
+        self, num_experts: int, input_size: int, output_size: int, reduce_output: bool = True, *more: Any, **named: Any
     ):
-        axes, group = (size_plan(input_size, stride), whole_size(output_size)), tensor_model_parallel_group
-        super().__init__(num_experts, axes, bias, dtype, device, stride, init_method, keep_master_weight, group)
+        super().__init__(num_experts, input_size, output_size, *more, **named)
         self.reduce_output = reduce_output
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> Tensor:

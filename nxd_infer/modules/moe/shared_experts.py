@@ -42,10 +42,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         if transpose_weights:
             raise ParallelConfigError("transpose_weights=True is for a device's kernel: leave it out")
-        try:
-            self.act = ACTIVATIONS[known_activation(hidden_act)]
-        except ValueError as error:
-            raise ParallelConfigError(f"SharedExperts: {error}") from error
+        self.act = ACTIVATIONS[known_activation(hidden_act)]
         self.fused, inner = fused_gate_up_projection, intermediate_size * num_shared_experts
         self.sequence_parallel_enabled, self.sequence_dimension = sequence_parallel_enabled, sequence_dimension or 0
         where = {"dtype": dtype, "device": device, "tensor_model_parallel_group": tensor_model_parallel_group}
@@ -56,11 +53,8 @@ class SharedExperts(nn.Module):
             self.gate_proj = ColumnParallelLinear(hidden_size, inner, **column)
             self.up_proj = ColumnParallelLinear(hidden_size, inner, **column)
         self.down_proj = RowParallelLinear(inner, hidden_size, False, True, reduce_output=False, **where)
-        self._here = {
-            "process_group": self.down_proj.axis,
-            "context": self.down_proj.context,
-            "reduce_dtype": reduce_dtype,
-        }
+        here = self.down_proj
+        self._here = {"process_group": here.axis, "context": here.context, "reduce_dtype": reduce_dtype}
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., H] to [..., H]."""

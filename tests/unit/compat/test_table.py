@@ -46,12 +46,6 @@ def test_every_entry_imports_and_resolves(path: str):
         assert isinstance(getattr(module, name), DeviceName)
 
 
-def test_the_table_is_sorted():
-    assert list(OLD)[:-1] == sorted(list(OLD)[:-1])
-    for row in list(OLD.values())[:-1]:
-        assert list(row.names) == sorted(row.names) and list(row.device) == sorted(row.device)
-
-
 def test_a_view_has_the_tables_names_and_all_of_ours():
     module = importlib.import_module(EXAMPLE)
     assert module.pad_model is pad.pad_model and module.seed.__name__ == "manual_seed"

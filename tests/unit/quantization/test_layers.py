@@ -13,7 +13,7 @@ from nxd_infer.modules.moe.moe_parallel_layers import ExpertFusedColumnParallelL
 from nxd_infer.ops.packed import quantize as packed_quantize
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from nxd_infer.quantization.dequantize import quantized
-from nxd_infer.quantization.observer import absolute_maximum, scale_for
+from nxd_infer.quantization.dequantize import absolute_maximum, scale_for
 from nxd_infer.quantization.quantization_config import (
     QuantizationType,
     QuantizedDtype,
