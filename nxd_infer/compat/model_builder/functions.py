@@ -24,7 +24,8 @@ from nxd_infer.graph.export import named_inputs
 from nxd_infer.layout.sources import named_tensors
 
 __all__ = [
-    "ModelBuilder", "TraceArtifacts", "compile", "compile_layout_transformer", "compile_wlo", "shard_checkpoint", "trace",
+    "ModelBuilder", "TraceArtifacts", "compile", "compile_layout_transformer", "compile_wlo", "shard_checkpoint",
+    "trace",
 ]  # fmt: skip
 
 
