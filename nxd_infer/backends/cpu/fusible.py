@@ -186,7 +186,7 @@ def _plain(node: fx.Node) -> bool:
 for _name in BINARY:
     for _target in (getattr(aten, _name).Tensor, getattr(aten, _name).Scalar):
         _RULES[_target] = (_plain, lambda to, node, name=_name: to.of(node, name, *_numbers(node.args)))
-for _name in UNARY.keys() - {"copy", "gelu", "gelu_tanh"}:  # which are not PyTorch's of these names
+for _name in set(UNARY) - {"copy", "gelu", "gelu_tanh"}:  # which are not PyTorch's of these names
     _RULES[getattr(aten, _name).default] = (
         lambda node: True,
         lambda to, node, name=_name: to.of(node, name, node.args[0]),

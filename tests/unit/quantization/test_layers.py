@@ -12,8 +12,7 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.modules.moe.moe_parallel_layers import ExpertFusedColumnParallelLinear, ExpertFusedRowParallelLinear
 from nxd_infer.ops.packed import quantize as packed_quantize
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
-from nxd_infer.quantization.dequantize import quantized
-from nxd_infer.quantization.dequantize import absolute_maximum, scale_for
+from nxd_infer.quantization.dequantize import absolute_maximum, quantized, scale_for
 from nxd_infer.quantization.quantization_config import (
     QuantizationType,
     QuantizedDtype,
