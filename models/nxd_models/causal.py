@@ -53,6 +53,10 @@ class CausalModel(nn.Module):
         """Map final hidden states [..., E] to this rank's logits [..., V / degree]; V is padded at its end."""
         raise NotImplementedError
 
+    def auxiliary_loss(self, mask_BS: Tensor | None) -> Tensor | None:
+        """Return what training adds to the loss over the tokens of the last forward, if anything."""
+        return None
+
     def hidden_states(self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache]) -> Tensor:
         """Map ids at these positions of the cached sequences to final hidden states [B, S, E]."""
         return self.decoder(ids_BS, positions_BS, None, caches)
@@ -87,5 +91,7 @@ class CausalModel(nn.Module):
         losses = parallel_cross_entropy(
             logits, shifted, ignore_index=IGNORED, vocab_size=self.config.vocab_size, context=self.context
         )
-        count = (shifted != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        return losses.sum() / count, logits
+        own = (shifted != IGNORED).sum()
+        count = own if num_items_in_batch is None else num_items_in_batch
+        loss, more = losses.sum() / count, self.auxiliary_loss(attention_mask)
+        return loss if more is None else loss + more * (own / count), logits

@@ -75,19 +75,13 @@ class StackedWeight(StoredWeight):
 
         shape = self.shape(source, name)
         experts, rows, *others = slices if slices is not None else [slice(None)] * len(shape)
-        height = shape[1] // (1 + len(self.below))
         start, stop, _ = rows.indices(shape[1])
-        stacked = [
-            torch.cat(
-                [
-                    source.read(one, [slice(max(start - top, 0), min(stop - top, height)), *others])
-                    for top, one in zip(range(0, shape[1], height), self.matrices(name, expert), strict=True)
-                    if start < top + height and stop > top
-                ]
-            )
-            for expert in range(*experts.indices(shape[0]))
-        ]
-        return torch.stack(stacked)
+        wanted: dict[int, list[Tensor]] = {expert: [] for expert in range(*experts.indices(shape[0]))}
+        for one, (expert, held) in self.pieces(name, shape).items():
+            if expert.start in wanted and start < held.stop and stop > held.start:
+                part = slice(max(start, held.start) - held.start, min(stop, held.stop) - held.start)
+                wanted[expert.start].append(source.read(one, [part, *others]))
+        return torch.stack([torch.cat(parts) for parts in wanted.values()])
 
     def pieces(self, name: str, shape: Sequence[int]) -> dict[str, tuple[slice, slice]]:
         """Return the checkpoint's names of a weight of ``shape``, and what each holds: of an expert, some rows."""

@@ -18,6 +18,7 @@ from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.layout import AxisPlan
 from nxd_infer.modules.moe.dispatch import dispatched
+from nxd_infer.modules.moe.loss_function import load_balancing_loss_func
 from nxd_infer.modules.moe.moe_parallel_layers import expert_axis
 from nxd_infer.ops import expert_linear
 from nxd_infer.parallel_layers import mappings
@@ -112,10 +113,9 @@ class Experts(ParallelBlock):
 
 
 def balancing_loss(blocks: Sequence[Experts], mask_BS: Tensor | None, context: ParallelContext) -> Tensor:
-    """Return E times the sum over experts of their share of the choices times their mean probability, as transformers.
+    """Return the load balancing loss of all layers; ``mask`` is 0 for padding, which does not count.
 
-    ``mask`` is 0 for padding, which does not count. Raises ParallelConfigError in a pipeline, whose stages see some of
-    the layers only.
+    Raises ParallelConfigError in a pipeline, whose stages see some of the layers only.
     """
     found = [block.router_logits for block in blocks if block.router_logits is not None]
     if context.pp.degree > 1 or len(found) < len(blocks):
@@ -123,13 +123,7 @@ def balancing_loss(blocks: Sequence[Experts], mask_BS: Tensor | None, context: P
             "the load balancing loss is over all layers, which no pipeline stage has: train with "
             "pipeline_parallel_size=1, or set output_router_logits to false in config.json"
         )
-    chances = torch.cat([logits.softmax(-1) for logits in found])
-    chances = chances.to(torch.promote_types(chances.dtype, torch.float32))
-    chosen = torch.zeros_like(chances).scatter_(1, chances.topk(blocks[0].mixture.chosen, -1).indices, 1.0)
-    counted = torch.ones_like(chances[:, :1])
-    if mask_BS is not None:
-        counted = (mask_BS != 0).to(chances).reshape(-1, 1).repeat(len(found), 1)
-    total = counted.sum()
-    loss = chances.shape[1] * ((chosen * counted).sum(0) / total * ((chances * counted).sum(0) / total)).sum()
+    mixture = blocks[0].mixture
+    loss = load_balancing_loss_func(found, mixture.experts, mixture.chosen, mask_BS)
     # Every rank has the whole loss, and the gradients of the ranks are summed.
     return loss.detach() + (loss - loss.detach()) / context.tp.degree

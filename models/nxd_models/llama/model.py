@@ -23,7 +23,6 @@ from nxd_infer.layout import AxisPlan, gqa_plan
 from nxd_infer.ops import cache_attention
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.layers import ParallelEmbedding
-from nxd_infer.parallel_layers.loss_functions import IGNORED
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel
 from nxd_models.causal import CausalModel, seen, sequence_positions
 from nxd_models.layers import (
@@ -227,27 +226,13 @@ class CausalLM(CausalModel, ParallelBlock):
             self.lm_head = first_linear(config, config.vocab_size, False, axis, dtype, shared=True)
         zero_biases(self)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        num_items_in_batch: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """As of :class:`CausalModel`; the loss of a mixture with a factor for it includes the load balancing loss.
-
-        Like the rest of the loss it counts by its share of ``num_items_in_batch``.
-        """
-        found = super().forward(input_ids, attention_mask, labels, position_ids, num_items_in_batch)
+    def auxiliary_loss(self, mask_BS: Tensor | None) -> Tensor | None:
+        """Return the load balancing loss of a mixture with a factor for it."""
         mixture = self.config.mixture
-        if not isinstance(found, tuple) or mixture is None or not mixture.balance:
-            return found
+        if mixture is None or not mixture.balance:
+            return None
         blocks = [module for module in self.modules() if isinstance(module, Experts)]
-        loss = mixture.balance * balancing_loss(blocks, attention_mask, self.context)
-        if labels is not None and num_items_in_batch is not None:
-            loss = loss * ((labels[:, 1:] != IGNORED).sum() / num_items_in_batch)
-        return found[0] + loss, found[1]
+        return mixture.balance * balancing_loss(blocks, mask_BS, self.context)
 
     @property
     def decoder(self) -> Decoder:
