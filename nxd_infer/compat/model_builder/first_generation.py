@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -87,12 +88,10 @@ class ModelBuilder:
         bucket_config: BucketModelConfig | Mapping[str, Any] | None = None,
         priority_model_idx: int | None = None,
     ) -> ModelBuilder:
-        """Add a module under ``key``, and return the builder.
+        """Add a module under ``key``, with a tuple of ``example_inputs`` for each shape, and return the builder.
 
         Args:
             model_instance: has ``load_module()`` and ``get(bucket_rank, **kwargs)``, as :class:`BaseModelInstance`.
-            example_inputs: a tuple of tensors for each shape.
-            compiler_args: as for ``parallel_model_trace``.
             bucket_config: its ``func_kwargs`` are for ``get``; a ``bucket_kernel`` is for builders with one key.
             priority_model_idx: a shape's number; no effect, because all shapes share weights that are packed for all.
 
@@ -107,9 +106,7 @@ class ModelBuilder:
         if priority_model_idx is not None and not 0 <= priority_model_idx < count:
             raise TraceConfigError(f"priority_model_idx={priority_model_idx}: {key!r} has {count} shapes")
         if config.shared_state_buffer is not None:
-            raise TraceConfigError(
-                "shared_state_buffer is not supported here: states of one name are shared as they are"
-            )
+            raise TraceConfigError("shared_state_buffer is not supported: states of one name are shared as they are")
         self.kernels += [config] if config.bucket_kernel is not None else []
         for number, example in enumerate(example_inputs):
             asked = {"bucket_rank": None if bucket_config is None else number}
@@ -130,13 +127,9 @@ class ModelBuilder:
             raise TraceConfigError(f"tp_degree={tp_degree}, and the builder has {self.context.tp.degree}: leave it out")
         if initialize_model_weights and self.checkpoint_loader is None:
             raise TraceConfigError("initialize_model_weights=True needs a checkpoint_loader: give one, or pass False")
-        loader, before = self.checkpoint_loader if initialize_model_weights else None, dict(os.environ)
-        os.environ.update(self.environment)
-        try:
+        loader = self.checkpoint_loader if initialize_model_weights else None
+        with patch.dict(os.environ, self.environment):
             traced = trace_shapes(self.shapes, loader, kernel=self._kernel(), dry_run=dry_run)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
         return traced if dry_run else NxDModel(model=traced)
 
     def shard_checkpoint(self, serialize_path: str | os.PathLike[str] | None = None) -> list[Checkpoint]:

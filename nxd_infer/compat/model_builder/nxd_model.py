@@ -74,9 +74,7 @@ class NxDModel(nn.Module):
     @property
     def model(self) -> TensorParallelModel:
         """The traced model that does the work."""
-        self.build()
-        assert self._model is not None
-        return self._model
+        return self.build()._model  # pyright: ignore[reportReturnType]
 
     @property
     def nxd_model(self) -> NxDModel:
@@ -156,7 +154,7 @@ class NxDModel(nn.Module):
         self.to_neuron()
 
     def initialize_with_saved_weights(self, start_rank: Tensor | int = 0) -> None:
-        """:meth:`to_neuron` with the weights that were traced or saved; ``start_rank`` must be 0."""
+        """As :meth:`initialize`, with the weights that were traced or saved."""
         _require_all(start_rank)
         self.to_neuron()
 

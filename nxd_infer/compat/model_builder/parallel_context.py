@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from unittest.mock import DEFAULT, patch
 
 import torch
 import torch.distributed as dist
@@ -58,20 +58,14 @@ def mock_distributed(world_size: int, rank: int = 0) -> Iterator[None]:
 
     if dist.is_initialized():
         raise ParallelConfigError("mock_distributed() stands in for a process group, and this process has a real one")
-    begin, end = dist.init_process_group, dist.destroy_process_group
-
-    def nothing(*_: Any, **__: Any) -> None:
-        """The group is there until the block ends."""
-
-    begin(backend="fake", rank=rank, world_size=world_size, store=FakeStore())
-    dist.init_process_group = dist.destroy_process_group = nothing
+    dist.init_process_group(backend="fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        yield
+        with patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT):  # until the block ends
+            yield
     finally:
-        dist.init_process_group, dist.destroy_process_group = begin, end
         if model_parallel_is_initialized():
             destroy_model_parallel()
-        end()
+        dist.destroy_process_group()
 
 
 def layers_of(module: nn.Module) -> list[tuple[nn.Module, str, ParallelContext]]:

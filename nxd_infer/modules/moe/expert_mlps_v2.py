@@ -11,12 +11,53 @@ from torch import Tensor, nn
 
 from nxd_infer.context import current_context
 from nxd_infer.errors import ParallelConfigError
+from nxd_infer.modules.activations import ACTIVATIONS
 from nxd_infer.modules.moe.dispatch import dispatched, within_capacity
-from nxd_infer.modules.moe.experts import Experts
-from nxd_infer.modules.moe.moe_configs import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
+from nxd_infer.modules.moe.moe_configs import BlockwiseMatmulConfig, GLUType, RoutedExpertsMLPOpsConfig
+from nxd_infer.modules.moe.moe_parallel_layers import ExpertFusedColumnParallelLinear, ExpertFusedRowParallelLinear
 from nxd_infer.parallel_layers import mappings
 from nxd_infer.parallel_layers.base import DeviceLike, Fill
 from nxd_infer.parallel_layers.mappings import axis_of
+
+
+class Experts(nn.Module):
+    """``gate_up_proj`` [E, H, 2 I] (or ``up_proj`` [E, H, I] without a gate) and ``down_proj`` [E, I, H].
+
+    The input has entered the tensor parallel region, and the result is this rank's partial sum.
+    """
+
+    def __init__(self, config: RoutedExpertsMLPOpsConfig, dtype: torch.dtype, device: DeviceLike, group: object):
+        super().__init__()
+        self.config = config
+        blocks, (E, H, inner) = 1 + config.glu_mlp, (config.num_experts, config.hidden_size, config.intermediate_size)
+        where = {"dtype": dtype, "device": device, "tensor_model_parallel_group": group, "bias": config.bias}
+        fill, last_fill = config.input_layer_init_method, config.output_layer_init_method
+        first = ExpertFusedColumnParallelLinear(
+            E, H, blocks * inner, stride=blocks, init_method=fill, input_is_shared=True, **where
+        )
+        if config.glu_mlp:
+            self.gate_up_proj = first
+        else:
+            self.up_proj = first
+        self.down_proj = ExpertFusedRowParallelLinear(E, inner, H, False, init_method=last_fill, **where)
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Send row i of [N, H] through expert ``experts[i]`` of this rank; -1 gives zeros."""
+        config = self.config
+        if not config.glu_mlp:
+            return self.down_proj(ACTIVATIONS[config.hidden_act](self.up_proj(x, experts)), experts)
+        gate, up = self.gate_up_proj(x, experts).chunk(2, dim=1)
+        gate = _clamped(gate, config.gate_clamp_lower_limit, config.gate_clamp_upper_limit)
+        up = _clamped(up, config.up_clamp_lower_limit, config.up_clamp_upper_limit)
+        if config.glu_type is GLUType.GLU:
+            inner = ACTIVATIONS[config.hidden_act](gate) * up
+        else:
+            inner = gate * torch.sigmoid(config.hidden_act_scaling_factor * gate) * (up + config.hidden_act_bias)
+        return self.down_proj(inner, experts)
+
+
+def _clamped(x: Tensor, low: float | None, high: float | None) -> Tensor:
+    return x if low is None and high is None else x.clamp(low, high)
 
 
 class ExpertMLPsV2(nn.Module):
@@ -25,7 +66,6 @@ class ExpertMLPsV2(nn.Module):
     Args:
         blockwise_matmul_config, sequence_parallel_enabled, is_prefill: no effect: MoE gathers the sequence, and one
             implementation serves all numbers of tokens.
-        dtype, device: of the parameters.
         tensor_model_parallel_group: None, an axis name, or a group of ``parallel_state``.
         expert_model_parallel_group: must be that of ``parallel_state``; the default.
         return_bias: must be False.
@@ -57,7 +97,6 @@ class ExpertMLPsV2(nn.Module):
         self.blockwise_matmul_config = blockwise_matmul_config or BlockwiseMatmulConfig.default()
         self.num_experts, self.top_k = config.num_experts, config.top_k
         self.capacity_factor = config.capacity_factor
-        self.normalize_top_k_affinities = config.normalize_top_k_affinities
         self.mlp_op = Experts(config, dtype, device, self.axis)
 
     def expert_capacity(self, tokens: int) -> int:
@@ -74,13 +113,11 @@ class ExpertMLPsV2(nn.Module):
         seq_len: int | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return [T, H]: for each token the sum of its experts' results times their affinities.
+        """Return [T, H]: for each token of ``hidden_states`` [T, H], which are equal on the tensor parallel ranks, the
+        sum of its experts' results times their affinities.
 
-        Args:
-            hidden_states [T, H]: equal on the tensor parallel ranks.
-            expert_affinities [T, E], expert_index [T, k] (int64): from a router.
-            seq_len: no effect.
-            padding_mask [T]: tokens where it is False or 0 go to no expert and give zeros.
+        ``expert_affinities`` [T, E] and ``expert_index`` [T, k], int64, are a router's. Tokens where ``padding_mask``
+        [T] is False or 0 go to no expert and give zeros. ``seq_len``: no effect.
         """
         here = {"process_group": self.axis, "context": self.context, "reduce_dtype": torch.float32}
         hidden_states = mappings.copy_to_tensor_model_parallel_region(hidden_states, **here)
@@ -93,7 +130,7 @@ class ExpertMLPsV2(nn.Module):
     ) -> Tensor:
         """Compute :meth:`forward` inside of the tensor parallel region: what the ranks return is to be summed."""
         affinities = expert_affinities.gather(1, expert_index)
-        if self.normalize_top_k_affinities:
+        if self.routed_experts_mlp_config.normalize_top_k_affinities:
             affinities = affinities / affinities.sum(1, keepdim=True).clamp(min=1e-12)
         tokens, experts = len(hidden_states), expert_index
         if self.capacity_factor is not None:

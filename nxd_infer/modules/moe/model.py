@@ -16,15 +16,12 @@ class MoE(nn.Module):
     """``output, ... = moe(hidden_states)``: a tuple of the output and what else is asked for.
 
     Args:
-        router, expert_mlps, shared_experts: the parts; shared experts are optional.
         rmsnorm: a module that is applied to the input first.
-        sequence_parallel_enabled: hidden states are this rank's piece of the sequence, and so is the output. The router
-            follows.
-        sequence_dimension: dimension of the sequence; None is 0.
+        sequence_parallel_enabled, sequence_dimension: hidden states are this rank's piece of the sequence (None: the
+            first dimension), and so is the output. The router follows.
         return_router_logits: return the logits [T, E] of all tokens next, for ``load_balancing_loss_func``.
         return_expert_index: return the chosen experts [T, k] last.
-        token_shuffle_group_size: must be 1; token_shuffle_seed has no effect then.
-        init_tkg_module, tkg_config: of a device's kernel; must be False and None.
+        token_shuffle_group_size: must be 1, like the defaults of ``init_tkg_module`` and ``tkg_config``.
 
     Over tensor parallel ranks there is one collective before the experts, with their backward's, and one after.
     """

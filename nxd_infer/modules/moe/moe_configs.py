@@ -32,7 +32,7 @@ class RoutedExpertsMLPOpsConfig:
     ``gate_clamp_...``, ``up_clamp_...``: limits of what these projections give.
     ``bias``: all projections have one.
     ``input_layer_init_method``, ``output_layer_init_method``: fill an expert's ``[out, in]`` in place.
-    ``enable_spmd_rank``, ``use_index_calc_kernel``: of a device's graphs; they change nothing here.
+    ``enable_spmd_rank``, ``use_index_calc_kernel``: they change nothing here.
 
     Raises ValueError for values out of range.
     """

@@ -28,12 +28,10 @@ class RouterBase(nn.Module):
     """A linear layer ``linear_router`` (weight [E, H], equal on all ranks), and what its logits mean.
 
     Args:
-        num_experts, top_k, hidden_size: E, k and H.
         act_fn: ``"softmax"`` or ``"sigmoid"``, from logits to affinities.
-        sequence_parallel_enabled: the input is this rank's piece of the sequence; the logits are gathered.
-        sequence_dimension: dimension of the sequence; None is 0.
+        sequence_parallel_enabled, sequence_dimension: the input is this rank's piece of the sequence (None: the first
+            dimension); the logits are gathered.
         dtype: of the weight, the logits and the affinities.
-        bias: the linear layer has one.
         apply_act_fn_over_topk: affinities are the function of the chosen logits alone; the others' are 0.
         store_transposed_weights: must be False.
 
@@ -119,7 +117,6 @@ class RouterSinkhorn(RouterBase):
     an equal share and each expert takes an equal share of the tokens.
 
     Args:
-        num_experts, top_k, hidden_size and the rest: as for RouterBase; ``act_fn`` is ``"sigmoid"`` by default.
         sinkhorn_iterations: how often rows and columns are scaled; None is 30.
         sinkhorn_tol: end earlier, when the columns' factors change by less on average.
     """
@@ -167,9 +164,6 @@ class GroupLimitedRouter(RouterBase):
     A group's score is the sum of its two best experts'. Choosing adds the buffer ``e_score_correction_bias`` [E] to the
     affinities, which balances the experts without a loss; the affinities themselves do not have it.
 
-    Args:
-        n_group, topk_group: groups, and how many of them a token may use.
-        num_experts, top_k, hidden_size and the rest: as for RouterBase; ``act_fn`` is ``"sigmoid"`` by default.
     """
 
     e_score_correction_bias: Tensor

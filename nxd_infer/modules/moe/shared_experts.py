@@ -16,8 +16,7 @@ class SharedExperts(nn.Module):
     """``down(act(gate(x)) * up(x))`` of ``num_shared_experts * intermediate_size`` inner features.
 
     Args:
-        hidden_size, intermediate_size, num_shared_experts, hidden_act: of the MLP; activations as for the experts.
-        dtype, device: of the parameters.
+        hidden_act: as for the routed experts.
         reduce_dtype: results are summed over the tensor parallel ranks in it.
         fused_gate_up_projection: one ``gate_up_proj`` instead of ``gate_proj`` and ``up_proj``.
         sequence_parallel_enabled, sequence_dimension: x is this rank's piece of the sequence.

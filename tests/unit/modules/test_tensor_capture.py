@@ -17,7 +17,7 @@ from nxd_infer.modules.tensor_capture import (
     get_captured_tensors_dict,
     register_tensor,
 )
-from nxd_infer.modules.tensor_replacement import TensorReplacementRegister
+from nxd_infer.modules.tensor_capture import TensorReplacementRegister
 
 X = torch.arange(8.0).view(2, 4)
 
