@@ -67,86 +67,59 @@ def _of_notebook(cells: Any, packages: Collection[str]) -> list[Use]:
 
 
 def _uses(tree: ast.Module, packages: Collection[str]) -> list[Use]:
-    reader = _Reader(tree, packages)
-    reader.visit(tree)
-    return sorted(reader.found, key=lambda use: use.line)
+    def known(name: str | None) -> bool:
+        return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
-
-class _Reader(ast.NodeVisitor):
-    def __init__(self, tree: ast.Module, packages: Collection[str]):
-        self.packages = tuple(packages)
-        self.names: dict[str, str] = {}
-        """What names stand for, anywhere in the file; not where a function has a variable of that name."""
-        self.hidden: list[set[str]] = []
-        self.guards = 0
-        self.found: list[Use] = []
-        for node in ast.walk(tree):
-            for name, target, imported in _imports(node):
-                if self.known(imported):
-                    self.names.setdefault(name, target)
-        for name, target in self.assigned(tree).items():
-            self.names.setdefault(name, target)
-
-    def known(self, name: str | None) -> str | None:
-        """Return the name if it is of one of the packages."""
-        return name if any(f"{name}.".startswith(f"{package}.") for package in self.packages) else None
-
-    def meaning(self, node: ast.AST) -> str | None:
+    def meaning(node: ast.AST) -> str | None:
         """Return the dotted name that an expression such as ``nxd.trace.x`` stands for."""
         if isinstance(node, ast.Attribute):
-            base = self.meaning(node.value)
+            base = meaning(node.value)
             return base and f"{base}.{node.attr}"
-        if not isinstance(node, ast.Name) or any(node.id in names for names in self.hidden):
-            return None
-        return self.names.get(node.id)
+        return names.get(node.id) if isinstance(node, ast.Name) and node not in hidden else None
 
-    def assigned(self, scope: ast.AST) -> dict[str, str]:
+    def assigned(scope: ast.AST) -> dict[str, str]:
         """Return the names of assignments such as ``layers = nxd.parallel_layers.layers``."""
         nodes = [node for node in ast.walk(scope) if isinstance(node, ast.Assign)]
-        found = [(target, self.meaning(node.value)) for node in nodes for target in node.targets]
+        found = [(target, meaning(node.value)) for node in nodes for target in node.targets]
         return {target.id: name for target, name in found if name and isinstance(target, ast.Name)}
 
-    def visit(self, node: ast.AST) -> None:
-        for _, _, name in _imports(node):
-            if self.known(name):
-                self.found.append(Use(name, node.lineno, guarded=self.guards > 0))  # pyright: ignore
+    nodes = list(ast.walk(tree))  # what contains others comes before them
+    bound = [one for node in nodes for one in _imports(node)]
+    hidden: set[ast.AST] = set()
+    names = {name: target for name, target, imported in reversed(bound) if known(imported)}
+    names = assigned(tree) | names
+    for node in nodes:  # a function's own variables of such a name are something else
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            inside = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
             own = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
-            own |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-            own -= {name for one in ast.walk(node) for name, _, _ in _imports(one)} | self.assigned(node).keys()
-            self.hidden.append(own)
-            self.generic_visit(node)
-            self.hidden.pop()
-        else:
-            super().visit(node)
-
-    def visit_Try(self, node: Any) -> None:
-        caught = [one for handler in node.handlers for one in ast.walk(handler.type or ast.Name("Exception"))]
-        guards = any(isinstance(one, ast.Name) and one.id in IMPORT_ERRORS for one in caught)
-        self.guards += guards
-        for child in node.body:
-            self.visit(child)
-        self.guards -= guards
-        for child in [*node.handlers, *node.orelse, *node.finalbody]:
-            self.visit(child)
-
-    visit_TryStar = visit_Try
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if name := self.known(self.meaning(node)):
-            self.found.append(Use(name, node.lineno))
-        else:
-            self.visit(node.value)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if name := self.known(self.meaning(node.func)):
+            own |= {one.id for one in inside if isinstance(one.ctx, ast.Store)}
+            own -= {name for one in ast.walk(node) for name, _, _ in _imports(one)} | assigned(node).keys()
+            hidden |= {one for one in inside if one.id in own}
+    tries = [node for node in nodes if type(node).__name__ in ("Try", "TryStar") and _expects_failure(node)]
+    guarded = {one for node in tries for child in node.body for one in ast.walk(child)}  # pyright: ignore
+    found, parts = list[Use](), set[ast.AST]()
+    for node in nodes:
+        for _, _, name in _imports(node):
+            if known(name):
+                found.append(Use(name, node.lineno, guarded=node in guarded))  # pyright: ignore
+        of = node.func if isinstance(node, ast.Call) else node
+        name = None if of in parts else meaning(of)
+        if name is None or not known(name):
+            continue
+        parts.update(ast.walk(of))
+        if isinstance(node, ast.Call):
             count = 0 if any(isinstance(one, ast.Starred) for one in node.args) else len(node.args)
             keywords = tuple(one.arg for one in node.keywords if one.arg is not None)
-            self.found.append(Use(name, node.lineno, positional=count, keywords=keywords))
-        else:
-            self.visit(node.func)
-        for child in [*node.args, *node.keywords]:
-            self.visit(child)
+            found.append(Use(name, node.lineno, positional=count, keywords=keywords))
+        elif isinstance(node, ast.Attribute):
+            found.append(Use(name, node.lineno))
+    return sorted(found, key=lambda use: use.line)
+
+
+def _expects_failure(node: Any) -> bool:
+    """Return whether a ``try`` catches that an import in it fails."""
+    caught = [one for handler in node.handlers for one in ast.walk(handler.type or ast.Name("Exception"))]
+    return any(isinstance(one, ast.Name) and one.id in IMPORT_ERRORS for one in caught)
 
 
 def _imports(node: ast.AST) -> Iterator[tuple[str, str, str]]:
