@@ -12,7 +12,6 @@ from nxd_infer.layout.merge import (
     holdings,
     merge_state_dicts,
     owned_blocks,
-    sum_duplicates,
 )
 from nxd_infer.layout.params import ParamLayout, attach_layout, layout_of, restore_attributes, weight_layout
 from nxd_infer.layout.runs import AxisLayout, Block, Fill, Run, TensorLayout
@@ -56,6 +55,5 @@ __all__ = [
     "restore_attributes",
     "shard_state_dict",
     "shard_tensor",
-    "sum_duplicates",
     "weight_layout",
 ]

@@ -84,17 +84,6 @@ def duplicates(layout: ParamLayout, degree: int) -> list[Holding]:
     return [holding for holding in holdings(layout, degree) if len(holding.places) > 1]
 
 
-def sum_duplicates(rank_tensors: Sequence[Tensor], layout: ParamLayout) -> dict[str, Tensor]:
-    """Merge the gradients of all ranks: sum duplicated rectangles, take replicated parameters once."""
-    degree = len(rank_tensors)
-    several = any(plan.duplicated(degree) for plan in layout.axes)
-    out = {name: rank_tensors[0].new_zeros(shape) for name, shape in layout.logical_shapes.items()}
-    for holding in holdings(layout, degree):
-        for rank, local in holding.places if several else holding.places[:1]:
-            out[holding.name][holding.logical_slices] += rank_tensors[rank][slices_of(local)]
-    return out
-
-
 @dataclass(frozen=True)
 class Shard:
     """Elements ``start..stop`` of a rank's flattened tensor, with the runs of the complete tensor."""

@@ -174,19 +174,6 @@ class ParallelLayer(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
         self._attach(name, sources, stride)
 
-    def replace_parameters(self, plans: dict[str, AxisPlan], **tensors: Tensor) -> None:
-        """Replace the layer's plans (``plan_name -> plan``) and this rank's tensors for them.
-
-        Only the named ones change: ``layer.replace_parameters({"output_plan": plan}, weight=w, bias=b)``.
-        """
-        for name, plan in plans.items():
-            setattr(self, name, plan)
-        self.plans_changed()
-        for name, tensor in tensors.items():
-            old = getattr(self, name)
-            self.register_parameter(name, nn.Parameter(tensor.to(old), requires_grad=old.requires_grad))
-            self._attach(name, None, getattr(self, "stride", 1))
-
     def _attach(self, name: str, sources: Any, stride: int) -> None:
         layout = ParamLayout.of(self.axes_of(name), sources)
         if layout.sharded or layout.expert_dim >= 0:

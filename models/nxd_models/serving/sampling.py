@@ -9,7 +9,6 @@ OpenAI API and vLLM report them.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from nxd_infer import ops
@@ -17,7 +16,7 @@ from nxd_infer.ops.sampling import GREEDY_BELOW, LOGPROB_FLOOR
 
 TOP_LOGPROBS = 20
 
-__all__ = ["GREEDY_BELOW", "LOGPROB_FLOOR", "TOP_LOGPROBS", "allowed_words", "pack_allowed", "sample"]
+__all__ = ["GREEDY_BELOW", "LOGPROB_FLOOR", "TOP_LOGPROBS", "allowed_words", "sample"]
 
 
 def sample(
@@ -72,12 +71,3 @@ def sample(
 def allowed_words(vocab_size: int) -> int:
     """Return the number of int32 words of the bitmask of allowed tokens."""
     return -(-vocab_size // 32)
-
-
-def pack_allowed(allowed_BV: Tensor) -> Tensor:
-    """Pack bool [B, V] into the int32 bitmask [B, ceil(V/32)] that :func:`sample` takes."""
-    rows, vocabulary = allowed_BV.shape
-    words = allowed_words(vocabulary)
-    padded = torch.nn.functional.pad(allowed_BV.long(), (0, words * 32 - vocabulary))
-    value = (padded.view(rows, words, 32) << torch.arange(32)).sum(-1)
-    return torch.where(value >= 2**31, value - 2**32, value).to(torch.int32)

@@ -7,8 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import nxd_infer as nxd
-from nxd_infer.modules.tensor_capture import disable_tensor_capture, enable_tensor_capture, get_captured_tensors_dict
-from nxd_infer.modules.tensor_capture import TensorReplacementRegister
+from nxd_infer.modules.tensor_capture import (
+    TensorReplacementRegister,
+    disable_tensor_capture,
+    enable_tensor_capture,
+    get_captured_tensors_dict,
+)
 from nxd_infer.parallel_layers import ColumnParallelLinear, RowParallelLinear
 
 X = torch.linspace(-1, 1, 8).view(2, 4)

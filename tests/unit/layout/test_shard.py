@@ -27,7 +27,6 @@ from nxd_infer.layout import (
     owned_blocks,
     shard_state_dict,
     shard_tensor,
-    sum_duplicates,
     weight_layout,
 )
 from nxd_infer.layout.runs import axis_length, coalesce, cut
@@ -380,13 +379,6 @@ def test_sources_must_name_every_part():
     assert layout.logical_shapes == {"q.weight": (4, 3), "k.weight": (4, 3)}
     assert layout.rank_layout(2, 1).axes[0] == (Run("q.weight", 2, 4), Run("k.weight", 2, 4))
     assert layout.partition_dim == 0 and layout.rank_shape(2) == (4, 3)
-
-
-def test_gradients_of_duplicates_are_summed_and_those_of_replicas_taken_once():
-    layout = ParamLayout.of([gqa_plan(4, 2, 4).kv_axis(1), 3], "k")  # on the ranks: head 0, 0, 1, 1
-    assert sum_duplicates([torch.full((1, 3), 2.0**rank) for rank in range(4)], layout)["k"][:, 0].tolist() == [3, 12]
-    replicated = ParamLayout.of([2], "norm")
-    assert sum_duplicates([torch.ones(2)] * 4, replicated)["norm"].tolist() == [1, 1]
 
 
 def test_a_rank_has_the_fewest_query_heads_and_then_the_fewest_kv_heads():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nxd_infer.ops import adjust_logits
 from nxd_infer.ops.sampling import random_bits, truncation
-from nxd_models.serving.sampling import LOGPROB_FLOOR, allowed_words, pack_allowed, sample
+from nxd_models.serving.sampling import LOGPROB_FLOOR, allowed_words, sample
 
 
 def rows(**values):
@@ -149,6 +149,15 @@ def test_damaged_logits_harm_their_own_row_only():
     assert logprob.isfinite().all()
     assert values.isfinite().all()
     assert ((ids >= 0) & (ids < 40)).all()
+
+
+def pack_allowed(allowed_BV: torch.Tensor) -> torch.Tensor:
+    """Pack bool [B, V] into the bitmask that sample() takes."""
+    rows, vocabulary = allowed_BV.shape
+    words = allowed_words(vocabulary)
+    padded = torch.nn.functional.pad(allowed_BV.long(), (0, words * 32 - vocabulary))
+    value = (padded.view(rows, words, 32) << torch.arange(32)).sum(-1)
+    return torch.where(value >= 2**31, value - 2**32, value).to(torch.int32)
 
 
 def test_log_probabilities_are_of_the_raw_distribution():

@@ -10,6 +10,7 @@ from nxd_infer import compat
 from nxd_infer.modules.tensor_capture import (
     TensorCaptureConfig,
     TensorCaptureError,
+    TensorReplacementRegister,
     disable_tensor_capture,
     enable_tensor_capture,
     get_available_modules,
@@ -17,7 +18,6 @@ from nxd_infer.modules.tensor_capture import (
     get_captured_tensors_dict,
     register_tensor,
 )
-from nxd_infer.modules.tensor_capture import TensorReplacementRegister
 
 X = torch.arange(8.0).view(2, 4)
 
