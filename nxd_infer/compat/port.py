@@ -106,9 +106,9 @@ def _rows(file: str, uses: Iterable[Use]) -> list[Row]:
     together: dict[Verdict, list[Use]] = {}
     for use in uses:
         found = verdict(use.name)
-        good = found.name == use.name and found.status not in STOPS
-        for one in [Verdict(use.name, "refused", text) for text in _refused(use) if good] or [found]:
-            together.setdefault(one, []).append(use)
+        if found.name == use.name and found.status not in STOPS and (why := _refused(use)):
+            found = Verdict(use.name, "refused", why)
+        together.setdefault(found, []).append(use)
     rows = []
     for (name, status, text), some in together.items():
         lines = dict.fromkeys(str(use.line) if use.cell is None else f"cell {use.cell}, {use.line}" for use in some)
@@ -161,22 +161,19 @@ def _instead(root: str, path: str, name: str) -> str:
     return GONE[root] if root in GONE and not known else f"nothing of that name{known}"
 
 
-def _refused(use: Use) -> Iterator[str]:
-    """Yield what a call passes that is not taken here, as far as the signature tells."""
+def _refused(use: Use) -> str:
+    """Return why the call cannot be made, as far as the signature tells; "" if it can."""
     path, _, name = use.name.rpartition(".")
-    if not (use.positional or use.keywords) or not is_old(path):
-        return
     try:
-        parameters = inspect.signature(getattr(View(path), name, None)).parameters.values()  # pyright: ignore
-    except (TypeError, ValueError):
-        return
-    kinds = [one.kind for one in parameters]
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        known = {one.name for one in parameters}
-        yield from (f"takes no {key}={did_you_mean(key, known)}" for key in use.keywords if key not in known)
-    most = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
-    if use.positional > most and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        yield f"takes {most} positional arguments, not {use.positional}"
+        signature = inspect.signature(getattr(View(path), name)) if is_old(path) else None
+    except (AttributeError, TypeError, ValueError):  # it has none
+        return ""
+    try:
+        if signature is not None:
+            signature.bind_partial(*[None] * use.positional, **dict.fromkeys(use.keywords))
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def table() -> str:

@@ -97,6 +97,7 @@ class ExpertMLPsV2(nn.Module):
         self.blockwise_matmul_config = blockwise_matmul_config or BlockwiseMatmulConfig.default()
         self.num_experts, self.top_k = config.num_experts, config.top_k
         self.capacity_factor = config.capacity_factor
+        self.normalize_top_k_affinities = config.normalize_top_k_affinities
         self.mlp_op = Experts(config, dtype, device, self.axis)
 
     def expert_capacity(self, tokens: int) -> int:
@@ -130,7 +131,7 @@ class ExpertMLPsV2(nn.Module):
     ) -> Tensor:
         """Compute :meth:`forward` inside of the tensor parallel region: what the ranks return is to be summed."""
         affinities = expert_affinities.gather(1, expert_index)
-        if self.routed_experts_mlp_config.normalize_top_k_affinities:
+        if self.normalize_top_k_affinities:
             affinities = affinities / affinities.sum(1, keepdim=True).clamp(min=1e-12)
         tokens, experts = len(hidden_states), expert_index
         if self.capacity_factor is not None:
