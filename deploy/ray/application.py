@@ -14,6 +14,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from nxd_infer.artifact.reader import read_artifact
+from nxd_server.app.models import Models
 from nxd_server.app.prepare import prepare
 from nxd_server.app.service import Service
 from nxd_server.errors import SettingsError
@@ -74,7 +75,7 @@ class Server:
             await asyncio.sleep(POLL_SECONDS)
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_app(self.service, self.settings)
+        return create_app(Models([self.service]), self.settings)
 
     def check_health(self) -> None:
         """Raise once the ranks cannot be started again: Ray Serve then replaces the replica."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -16,7 +17,7 @@ from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.backends import registry
 from nxd_infer.cli import stop
 from nxd_infer.cli.ckpt_app import ckpt
-from nxd_infer.cli.parameters import with_options
+from nxd_infer.cli.parameters import with_options, words
 from nxd_infer.cli.pipeline_app import pipeline
 from nxd_infer.errors import NxdError
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
@@ -179,15 +180,15 @@ def recompile(
 @app.command(epilog="Example:  NXD_INFER_API_KEYS=secret nxd-infer serve ./artifact --port 8000")
 @with_options(command_options(ServerSettings))
 def serve(
-    artifact: Annotated[
-        str,
+    artifacts: Annotated[
+        list[str] | None,
         typer.Argument(
-            envvar=PREFIX + SOURCE,
             help="An artifact that `nxd-infer trace` wrote, or a Hugging Face model directory, which is traced "
-            "first; a directory, or its URL in a store (s3://bucket/prefix).",
+            "first; a directory, or its URL in a store (s3://bucket/prefix). Several are answered by name, and "
+            f"NAME=ARTIFACT gives one. By default what {PREFIX}{SOURCE} says, with commas between.",
             show_default=False,
         ),
-    ],
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="JSON or YAML file with any of the settings below.")] = None,
     **given: Any,
 ) -> None:
@@ -198,7 +199,10 @@ def serve(
     """
     from nxd_server.app import run  # slow: what answers HTTP
 
-    raise typer.Exit(run.serve(artifact, load_settings(config, **given)))
+    artifacts = artifacts or [*filter(None, words(os.environ.get(PREFIX + SOURCE, "")))]
+    if not artifacts:
+        raise typer.BadParameter(f"give an artifact to serve, or set {PREFIX}{SOURCE}")
+    raise typer.Exit(run.serve(artifacts, load_settings(config, **given)))
 
 
 @app.command(epilog='Example:  nxd-infer generate ./artifact "The with statement" --max-tokens 64')

@@ -58,6 +58,12 @@ def not_empty(name: str, text: str) -> str:
     return text
 
 
+def names(name: str, given: list[str]) -> list[str]:
+    for word in given:
+        not_empty(name, word)
+    return given
+
+
 def adapter_paths(name: str, given: list[str]) -> list[str]:
     for word in given:
         adapter, _, path = word.partition("=")
@@ -113,8 +119,14 @@ class ServerSettings:
 
     host: str = setting(ADDRESS, "127.0.0.1", "Address to listen on.", check=not_empty)
     port: int = setting(ADDRESS, 8000, "Port to listen on; 0 takes a free one and logs it.", minimum=0, maximum=65535)
-    served_model_name: str | None = setting(
-        ADDRESS, None, "Name under /v1/models; by default the one in the artifact.", kind=str, check=not_empty
+    served_model_name: list[str] = setting(
+        ADDRESS,
+        [],
+        "Names of the model, of which answers have the first; by default the one in the artifact. Of several "
+        "artifacts each is given as NAME=ARTIFACT.",
+        kind=list[str],
+        repeats=True,
+        check=names,
     )
     page: bool = setting(ADDRESS, True, "Serve the page at /: chat, completion, embeddings, live plots.")
     api_keys: list[str] = setting(
@@ -301,6 +313,9 @@ class ServerSettings:
         "CPU threads per rank; by default the cores (or a container's share of them) divided.",
         kind=int,
         minimum=1,
+    )
+    replicas: int = setting(
+        ARTIFACT, 1, "Copies of each model, with ranks and cores of their own.", minimum=1, maximum=256
     )
     allow_kernel: bool = setting(
         ARTIFACT,

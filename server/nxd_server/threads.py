@@ -8,7 +8,8 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -33,6 +34,24 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     run, future = _job(work)
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Return the results of all ``calls``, each made in a daemon thread. Raises the error of one that failed."""
+    futures: list[Future[T]] = [Future() for _ in calls]
+
+    def run(call: Callable[[], T], future: Future[T]) -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    for call, future in zip(calls[1:], futures[1:], strict=True):
+        threading.Thread(target=run, args=(call, future), name="nxd-at-once", daemon=True).start()
+    if calls:
+        run(calls[0], futures[0])
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 class ConcurrencyLimit:

@@ -16,15 +16,13 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nxd_infer.artifact.reader import artifact_digest
 from nxd_infer.errors import NxdError
 from nxd_infer.util.memory import keep_little
 from nxd_server.api_keys import read_keys
-from nxd_server.app.prepare import prepare
-from nxd_server.app.service import Service
+from nxd_server.app.models import Models, plan
 from nxd_server.http.listener import bind
 from nxd_server.http.ops import logs
 from nxd_server.settings import ServerSettings, unknown_variables
@@ -40,8 +38,8 @@ FLUSH_SECONDS = 2.0
 """Minimum time for finished answers to reach their clients after the engine has ended."""
 
 
-def serve(given: str | os.PathLike[str], settings: ServerSettings) -> int:
-    """Serve an artifact, or what :func:`prepare` makes one of, until a signal or a failure ends it.
+def serve(given: str | os.PathLike[str] | Sequence[str], settings: ServerSettings) -> int:
+    """Serve an artifact, or what :func:`prepare` makes one of, or several, until a signal or a failure ends it.
 
     Returns the exit status.
 
@@ -49,37 +47,37 @@ def serve(given: str | os.PathLike[str], settings: ServerSettings) -> int:
     """
     logs.configure(settings.log_format, settings.log_level)
     try:
-        return _serve(given, settings)
+        return _serve([os.fspath(given)] if isinstance(given, str | os.PathLike) else given, settings)
     finally:
         logs.flush()
 
 
-def _serve(given: str | os.PathLike[str], settings: ServerSettings) -> int:
+def _serve(given: Sequence[str], settings: ServerSettings) -> int:
     for line in unknown_variables(os.environ):
         logger.warning("%s", line)
     try:
-        artifact = prepare(os.fspath(given), settings)
-        artifact_digest(artifact)
+        models = plan(given, settings)
     except (NxdError, OSError) as error:  # OSError: a directory that may not be read
         logger.error("%s", error)
         return 1
     except (KeyboardInterrupt, SystemExit):
         logger.warning(
-            "stopped before %s could be served: what was not finished is removed, the next start makes it", given
+            "stopped before %s could be served: what was not finished is removed, the next start makes it",
+            " ".join(given),
         )
         raise
     if settings.prepare_only:
-        logger.info("%s can be served", artifact)
+        logger.info("%s can be served", " ".join(str(model.args[0]) for model in models))
         return 0
     gc.disable()  # imported objects stay, so scanning them again and again only slows the start
     try:
-        return serve_service(settings, lambda on_failure: Service(artifact, settings, on_failure))
+        return serve_service(settings, lambda on_failure: Models([model(on_failure=on_failure) for model in models]))
     finally:
         gc.enable()
 
 
-def serve_service(settings: ServerSettings, make_service: Callable[[Callable[[str], None]], Service]) -> int:
-    """Like :func:`serve`, for a service that ``make_service`` creates with the callback for its failure."""
+def serve_service(settings: ServerSettings, make_models: Callable[[Callable[[str], None]], Models]) -> int:
+    """Like :func:`serve`, for services that ``make_models`` creates with the callback for their failure."""
     keep_little()
     # Texts are tokenized one at a time; the library would start a thread per core for them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -90,7 +88,7 @@ def serve_service(settings: ServerSettings, make_service: Callable[[Callable[[st
         logger.error("%s", error)
         return 1
     with listener:
-        return asyncio.run(_Run(settings, listener).main(make_service))
+        return asyncio.run(_Run(settings, listener).main(make_models))
 
 
 class _Run:
@@ -103,23 +101,23 @@ class _Run:
         self._hurry = asyncio.Event()
         self._failed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop
-        self._service: Service
+        self._models: Models
         self._reload: Callable[[], None] = lambda: None
         """Reads again what may change while the server runs."""
 
-    async def main(self, make_service: Callable[[Callable[[str], None]], Service]) -> int:
+    async def main(self, make_models: Callable[[Callable[[str], None]], Models]) -> int:
         """Serve until the end; return the exit status."""
         self._loop = asyncio.get_running_loop()
-        self._service = service = make_service(self.on_failure)
+        self._models = models = make_models(self.on_failure)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._on_signal, number)
             if self._settings.api_keys_file is not None:
                 self._loop.add_signal_handler(signal.SIGHUP, lambda: self._reload())
-        service.start()  # the ranks import and load while this process imports the HTTP layer
+        models.start()  # the ranks import and load while this process imports the HTTP layer
         from nxd_server.http.server import make_server  # slow: uvicorn and FastAPI
 
-        app, server = make_server(service, self._settings)
+        app, server = make_server(models, self._settings)
         self._reload = app.state.context.keys.reload
         gc.freeze()  # nor scan them during requests: a full collection took 30 ms
         gc.enable()
@@ -148,7 +146,7 @@ class _Run:
             self._hurry.set()
             return
         logger.info("%s: no new requests; up to %g s for the others", number.name, self._settings.drain_timeout)
-        self._service.begin_drain()
+        self._models.begin_drain()
         self._stop.set()
 
     def on_failure(self, reason: str) -> None:
@@ -159,7 +157,7 @@ class _Run:
     async def _drain(self, app: FastAPI) -> None:
         timeout = self._settings.drain_timeout
         end = self._loop.time() + timeout
-        draining = in_thread(lambda: self._service.drain(timeout), "nxd-end")
+        draining = in_thread(lambda: self._models.drain(timeout), "nxd-end")
         await _first(draining, self._hurry, self._failed, timeout=timeout + 1.0)
         if draining.done() and draining.result():
             await self._flush(app, max(FLUSH_SECONDS, end - self._loop.time()))
@@ -174,7 +172,7 @@ class _Run:
             await asyncio.sleep(0.02)
 
     async def _close(self, app: FastAPI) -> None:
-        closing = in_thread(self._service.close, "nxd-end")
+        closing = in_thread(self._models.close, "nxd-end")
         await asyncio.wait({closing}, timeout=CLOSE_SECONDS)
         if not closing.done():
             logger.error("the engine did not end within %g s and is left behind", CLOSE_SECONDS)

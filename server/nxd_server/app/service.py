@@ -1,28 +1,29 @@
-"""The service: an artifact's ranks, its engine, its tokenizer and chat template, and their current state.
+"""The service: one artifact's copies, its tokenizer and chat template, and their current state.
 
-The service starts in its own thread, so that the HTTP layer answers ``/livez`` from the first moment; it is ready
-once its ranks have completed a step. The graphs run in the rank processes, never in this one. A watchdog thread
-follows the engine. The engine restarts lost ranks itself; if that takes longer than ``recovery`` allows, the service
-reports that the process should exit, so that a supervisor can replace it.
+The service starts in its own threads, so that the HTTP layer answers ``/livez`` from the first moment; it is ready
+once the ranks of a copy have completed a step. The graphs run in the rank processes, never in this one. If the last
+copy is given up, the service reports that the process should exit, so that a supervisor can replace it.
 """
 
 from __future__ import annotations
 
-import gc
+import dataclasses
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nxd_infer.errors import ArtifactError, NxdError, RankFailedError
+from nxd_infer.errors import ArtifactError, NxdError
 from nxd_infer.hugging_face.tokenizer import TOKENIZER
 from nxd_infer.runtime.load import load_artifact
 from nxd_infer.runtime.rank_model import RankModel, takes_arrays
+from nxd_infer.runtime.supervisor.cores import default_threads
 from nxd_server import engine  # its names are imported on first use, once the ranks' processes run
-from nxd_server.engine.rank_restarts import RecoveryTimeout
+from nxd_server.app.replica import Replica, cannot_serve
 from nxd_server.engine.request import eos_token_ids
 from nxd_server.engine.speculation import check_speculate
 from nxd_server.errors import (
@@ -30,7 +31,7 @@ from nxd_server.errors import (
     GenerateOnlyError,
     RequestError,
     SettingsError,
-    log_failure,
+    WeightsBusyError,
     summary,
 )
 from nxd_server.settings import ServerSettings
@@ -41,31 +42,36 @@ from nxd_server.text.template_process import BoundedTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tokenizer_files import TextFiles
 from nxd_server.text.tool_calls import TAGS, format_of, takes_tools
+from nxd_server.threads import at_once
 
 if TYPE_CHECKING:
     from nxd_infer.artifact.manifest import InputSpec, Manifest
     from nxd_infer.artifact.reader import LoadedArtifact
     from nxd_infer.runtime.model import TensorParallelModel
     from nxd_infer.runtime.ranks import RankHealth
-    from nxd_server.engine import Engine, EngineHealth, EngineStats, OneShotEngine, TextEncoder
+    from nxd_server.engine import Engine, EngineStats, OneShotEngine, TextEncoder
     from nxd_server.engine.adapter_slots import Adapter
 
 logger = logging.getLogger("nxd_server.service")
 
 SPAWN_SECONDS = 1.0
-WATCH_SECONDS = 0.2
 IDLE_PROBE_SECONDS = 2.0
+ROLL_SECONDS = 0.05
+BUSIER = 4
+"""A prompt goes to the copy that holds its start, if that has at most one BUSIERth of its slots more in use than the
+copy with least to do."""
 ROUTES = {"generate": "/v1/completions or /v1/chat/completions", "embed": "/v1/embeddings", "classify": "/v1/classify"}
 ROUTES["token-classification"] = ROUTES["classify"]
 
 
 class Service:
-    """One artifact and everything that serves it.
+    """One model: its artifact, and everything that serves it.
 
     Args:
         artifact: the artifact's directory.
         settings: the server's settings.
         on_failure: called once, from another thread, with the reason, when the process should end.
+        ranks: of all models of this server, which share the cores; by default this one's.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Service:
         artifact: str | Path,
         settings: ServerSettings,
         on_failure: Callable[[str], None] | None = None,
+        ranks: int | None = None,
     ):
         self.artifact = Path(artifact)
         self.settings = settings
@@ -82,21 +89,24 @@ class Service:
         self.reasoning_tags: Tags | None = None
         """Between which the model reasons; see :mod:`nxd_server.text.reasoning`. None: it does not."""
         self.created = int(time.time())
-        self.load_seconds: float | None = None
         self.failure: str | None = None
         """Why the service can never be ready again."""
-        self.recovery = RecoveryTimeout(settings.recovery_timeout)
+        self.stage = "loading the artifact"
+        self.replicas = [Replica(self, index) for index in range(settings.replicas)]
         self._on_failure = on_failure
+        self._ranks = ranks
         self._lock = threading.Lock()
         self._closing = False
         self._draining = False
         self._spawned = threading.Event()
-        self._stage = "loading the artifact"
-        self._model: RankModel | None = None
+        self._verifying = threading.Lock()
+        self._verified = False
+        self._changing = threading.Lock()
+        self._artifact: LoadedArtifact | None = None
         self._manifest: Manifest | None = None
         self._tokenizer: Tokenizer | None = None
-        self._engine: Engine | OneShotEngine | None = None
-        self._encoder: TextEncoder | None = None
+        self._text: Future[None] = Future()
+        """Done once the tokenizer and the template have been read."""
         self._thread = threading.Thread(target=self._run, name="nxd-service", daemon=True)
 
     # --- lifecycle -----------------------------------------------------------------------------------------
@@ -111,77 +121,55 @@ class Service:
 
     def _run(self) -> None:
         try:
-            try:
-                self._load()
-            finally:
-                self._spawned.set()
+            self._open()
+            with self._lock:
+                if self._closing:
+                    return
+                for replica in self.replicas:
+                    replica.start()
         except BaseException as error:  # nothing ends this thread without a word
-            if self._closing:
-                return
-            foreseen = isinstance(error, RankFailedError) and error.foreseen
-            if not foreseen and not (isinstance(error, NxdError) and summary(error) == str(error)):
-                log_failure(logger, "the artifact cannot be served", error)  # the ranks' output is for the log only
-            self._fail(f"the artifact cannot be served: {summary(error) or type(error).__name__}")
+            self._spawned.set()
+            if not self._closing:
+                self._fail(cannot_serve(error))
             return
-        self._watch()
+        try:
+            self._read_text(self._loaded)
+            if self.settings.admin():  # its holder may change weights, and sharding them needs torch: import it now
+                import nxd_infer.runtime.updates.adapters  # noqa: F401  # slow: torch
+            self._text.set_result(None)
+        except BaseException as error:
+            self._text.set_exception(error)
 
-    def _load(self) -> None:
-        begin = time.monotonic()
-        model = self._open()
-        if self._closing:
-            return
-        worker = self._start_engine(model)
-        gc.freeze()  # with torch loaded, a full collection stopped every thread for 0.2 s
-        self.load_seconds = time.monotonic() - begin
-        self.recovery.started(self.load_seconds, model.bounds)
-        worker.restarts.bounded = True  # by this service
-        if not self._closing:
-            logger.info("ready after %.1f s: %s", self.load_seconds, self.model_name)
-
-    def _open(self) -> RankModel:
-        """Read the artifact and start its ranks; return the model for the engine."""
+    def _open(self) -> None:
+        """Read the manifest, and reject settings that do not go with it."""
         settings = self.settings
         logger.info("loading %s", self.artifact)
         artifact = load_artifact(str(self.artifact), expect_digest=settings.expect_digest, later=True)
         artifact.check_kernel(settings.allow_kernel)
-        self._manifest = artifact.manifest
+        self._artifact, self._manifest = artifact, artifact.manifest
         self._check_task()
-        degree = artifact.manifest.world_size
-        self._stage = f"starting {degree} rank{'s' if degree > 1 else ''}"
-        logger.info(self._stage)
-        model = self._make_model(artifact)
-        model.bounds.patient = True  # this service watches the first step, which may be slow
-        with self._lock:
-            self._model = model
-            if self._closing:
-                return model
+        degree, copies = artifact.manifest.world_size, len(self.replicas)
+        which = f" of each of {copies} copies" if copies > 1 else ""
+        self.stage = f"starting {degree} rank{'s' if degree > 1 else ''}{which}"
+        logger.info(self.stage)
 
-        text: Future[None] = Future()
-
-        def read() -> None:
-            try:
-                self._read_text(artifact)
-                if settings.admin():  # its holder may change weights, and sharding them needs torch: import it now
-                    import nxd_infer.runtime.updates.adapters  # noqa: F401  # slow: torch
-                text.set_result(None)
-            except BaseException as error:
-                text.set_exception(error)
-
-        # In a daemon thread, which the process does not wait for when it exits; the ranks take seconds to start.
-        threading.Thread(target=read, name="nxd-text", daemon=True).start()
-        model.start()
-        wait([text], model.bounds.start)
-        if not text.done():
+    def wait_text(self, model: RankModel) -> None:
+        """Wait until the tokenizer and the template have been read. Raises what kept them from it, or ArtifactError."""
+        wait([self._text], model.bounds.start)
+        if not self._text.done():
             raise ArtifactError(
                 f"reading the tokenizer has taken more than {model.bounds.start:.0f} s: raise start_timeout if the "
                 "disk is slow"
             )
-        text.result()
-        return model
+        self._text.result()
 
     def _check_task(self) -> None:
         """Reject settings that the artifact does not support, before its ranks take seconds to start."""
         settings = self.settings
+        if settings.replicas > 1 and self.task != "generate" and self.manifest.states:
+            raise SettingsError(
+                f"replicas = {settings.replicas}: this model keeps a state from call to call, so it has one copy"
+            )
         if self.task != "generate":
             for name in ("lora", "speculate", "chat_template"):
                 if getattr(settings, name):
@@ -238,27 +226,41 @@ class Service:
         self.chat_template = template  # first, so that closing can end it during the check
         template.check()
 
-    def _make_model(self, artifact: LoadedArtifact) -> RankModel:
-        """Return the model of ``artifact``, whose files are not hashed yet.
+    @property
+    def _loaded(self) -> LoadedArtifact:
+        assert self._artifact is not None, "the manifest is read first"
+        return self._artifact
+
+    def make_model(self) -> RankModel:
+        """Return a model of the artifact, whose files may not be hashed yet.
 
         The engine for generation makes no tensors, so its server does not import torch, and hashes while the ranks do.
         """
-        options: dict[str, Any] = {
-            name: getattr(self.settings, name) for name in ("call_timeout", "start_timeout", "threads_per_rank")
-        }
+        artifact, settings = self._loaded, self.settings
+        manifest = artifact.manifest
+        options: dict[str, Any] = {name: getattr(settings, name) for name in ("call_timeout", "start_timeout")}
+        ranks = self._ranks or manifest.world_size * len(self.replicas)
+        threads = settings.threads_per_rank or default_threads(ranks, manifest.target.get("threads"))
 
         def before_load() -> None:
             self._spawned.set()
-            artifact.verify()
+            with self._verifying:  # one copy does it, the others wait
+                if not self._verified:
+                    artifact.verify()
+                self._verified = True
 
-        if self.task == "generate" and takes_arrays(artifact.manifest):
-            return RankModel(artifact, before_load=before_load, **options)
-        before_load()
-        from nxd_infer.runtime.model import TensorParallelModel  # slow: torch
+        if self.task == "generate" and takes_arrays(manifest):
+            model = RankModel(artifact, before_load=before_load, threads_per_rank=threads, **options)
+        else:
+            before_load()
+            from nxd_infer.runtime.model import TensorParallelModel  # slow: torch
 
-        return TensorParallelModel(artifact, in_process=False, **options)
+            model = TensorParallelModel(artifact, in_process=False, threads_per_rank=threads, **options)
+        model.bounds.patient = True  # its replica watches the first step, which may be slow
+        return model
 
-    def _start_engine(self, model: RankModel) -> Engine | OneShotEngine:
+    def make_engine(self, model: RankModel) -> Engine | OneShotEngine:
+        """Return an engine for ``model``, with the adapters of the settings."""
         settings = self.settings
         options: dict[str, Any] = {
             "max_queued_requests": settings.max_queued_requests,
@@ -267,37 +269,29 @@ class Service:
             "restart_limit": settings.max_restarts,
             "idle_probe": IDLE_PROBE_SECONDS,
         }
-        if self.task == "generate":
-            options |= {name: getattr(settings, name) for name in ("stall_ratio", "speculate", "prefix_caching")}
-            worker = self._engine = engine.Engine(model, self._tokenizer, **options)
-            worker.adapters.taken_name = self.model_name
-            for name, _, path in (word.partition("=") for word in settings.lora):
-                worker.adapters.load(name, path)
-        else:
-            worker = self._engine = engine.OneShotEngine(cast("TensorParallelModel", model), **options)
-            if self._tokenizer is not None and self.task in ROUTES:
-                self._encoder = engine.TextEncoder(worker, self._tokenizer)
-        worker.start(on_progress=self._progress)
+        if self.task != "generate":
+            return engine.OneShotEngine(cast("TensorParallelModel", model), **options)
+        options |= {name: getattr(settings, name) for name in ("stall_ratio", "speculate", "prefix_caching")}
+        worker = engine.Engine(model, self._tokenizer, **options)
+        worker.adapters.taken_names = self.model_names
+        for name, _, path in (word.partition("=") for word in settings.lora):
+            worker.adapters.load(name, path)
         return worker
 
-    def _progress(self, done: int, total: int, bucket: str) -> None:
-        rest = f", next {bucket}" if bucket else "; the others run when they are needed" if done < total else ""
-        self._stage = f"warmed up {done} of {total} graphs{rest}"
-        logger.info(self._stage)
+    def make_encoder(self, worker: Engine | OneShotEngine) -> TextEncoder | None:
+        """Return the encoder of texts for an engine; None for one of another kind, or without a tokenizer."""
+        if self.task == "generate" or self.task not in ROUTES or self._tokenizer is None:
+            return None
+        return engine.TextEncoder(cast("OneShotEngine", worker), self._tokenizer)
 
-    def _watch(self) -> None:
-        """Wait for the engine to recover, but no longer than the limit."""
-        worker = self._engine
-        while worker is not None and not self._closing:
-            if worker.wait_failed(WATCH_SECONDS):
-                self._fail(worker.verdict)
-                return
-            restarts, stage = worker.restarts, worker.restarts.stage
-            if restarts.took is not None:
-                self.recovery.took(restarts.took)  # repeating the same value has no effect
-            if stage and (restarts.seconds or 0.0) > self.recovery.limit:
-                self._fail(self.recovery.late(stage))
-                return
+    def lost(self, replica: Replica) -> None:
+        """Take note that a copy was given up: the others go on, if it once was ready."""
+        reason = replica.failure or ""
+        left = [other for other in self.replicas if other.failure is None]
+        if left and replica.load_seconds is not None:
+            logger.critical("giving up %s, %d of %d copies go on: %s", replica, len(left), len(self.replicas), reason)
+        elif self.failure is None:
+            self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         self.failure = reason
@@ -312,7 +306,7 @@ class Service:
     def drain(self, timeout: float) -> bool:
         """Reject new requests and wait for the others; False if ``timeout`` seconds were not enough."""
         self._draining = True
-        return self._engine is None or self._engine.drain(timeout)
+        return all(at_once([functools.partial(worker.drain, timeout) for _, worker in self._running()]))
 
     def close(self) -> None:
         """End everything; running requests fail. The ranks have exited when this returns."""
@@ -320,14 +314,11 @@ class Service:
             self._closing = True
         if self.chat_template is not None:
             self.chat_template.stop()
-        worker, model = self._engine, self._model
-        starting = worker is None or worker.state in ("starting", "recovering", "failed")
-        if worker is not None:
-            worker.close(0.0 if starting else 5.0)
-        if model is not None:
-            model.close()  # only this ends a start that the engine's thread may be waiting for
-        if worker is not None:
-            worker.close(5.0)
+        at_once([replica.close for replica in self.replicas])
+
+    def _running(self) -> list[tuple[Replica, Engine | OneShotEngine]]:
+        """Return the copies that have an engine and are not given up."""
+        return [(one, one.engine) for one in self.replicas if one.failure is None and one.engine is not None]
 
     # --- description -----------------------------------------------------------------------------------
 
@@ -352,10 +343,15 @@ class Service:
         return ROUTES.get(self.task, "/v1/predict")
 
     @property
+    def model_names(self) -> list[str]:
+        """The names requests may give as ``model``; answers have the first."""
+        own = self.metadata.get("model_name") or self.artifact.resolve().name
+        # A file's name may be no text.
+        return self.settings.served_model_name or [str(own).encode("utf-8", "backslashreplace").decode()]
+
+    @property
     def model_name(self) -> str:
-        """The name requests may give as ``model``."""
-        name = self.settings.served_model_name or self.metadata.get("model_name") or self.artifact.resolve().name
-        return str(name).encode("utf-8", "backslashreplace").decode()  # a file's name may be no text
+        return self.model_names[0]
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
@@ -400,9 +396,10 @@ class Service:
     def require_encoder(self) -> TextEncoder:
         """Return the encoder of texts to vectors. Raises RequestError if the artifact has no tokenizer."""
         self.require_tokenizer()
-        if self._encoder is None:  # created here, because it needs the engine
+        encoder = self.choose().encoder
+        if encoder is None:
             raise self._unavailable()
-        return self._encoder
+        return encoder
 
     def input_specs(self) -> dict[str, InputSpec]:
         """Return the inputs by name, as declared by the first bucket that has them."""
@@ -415,44 +412,44 @@ class Service:
     # --- state ------------------------------------------------------------------------------------
 
     def readiness(self) -> tuple[bool, str, str]:
-        """Return whether a request sent now would be served, the state, and the reason if not."""
+        """Return whether a request sent now would be served, the state, and the reason if not: of the copy that is
+        nearest to it."""
         if self.failure is not None:
             return False, "failed", self.failure
         if self._draining:
             return False, "draining", "the server is shutting down"
-        health = self.health()
-        if health is None or health.state == "starting":
-            return False, "starting", self._stage
-        if health.recovering_for is not None:
-            return False, health.state, self.recovery.progress(health.recovering_for, health.stage)
-        if not health.ready:
-            return False, health.state if health.state != "ready" else "stalled", health.reason
-        for rank in health.ranks:
-            if rank.state != "running" or not rank.alive:
-                return False, "stalled", f"not every rank is running: rank {rank.rank} {rank.state}"
-        return True, "ready", ""
+        states = [replica.readiness() for replica in self.replicas]
+        return max(states, key=lambda state: (state[0], state[1] != "failed"))
 
     @property
     def ready(self) -> bool:
         return self.readiness()[0]
 
     @property
+    def load_seconds(self) -> float | None:
+        """Seconds until the first copy was ready."""
+        return min((one.load_seconds for one in self.replicas if one.load_seconds is not None), default=None)
+
+    @property
     def weight_version(self) -> int:
-        """How often the weights were swapped since the artifact was loaded."""
-        return 0 if self._engine is None else self._engine.gate.version
+        """How often the weights of every copy were swapped since the artifact was loaded."""
+        return min((worker.gate.version for _, worker in self._running()), default=0)
 
     def stats(self) -> EngineStats | None:
-        """Return the engine's counters, or None if there is no engine yet."""
-        return None if self._engine is None else self._engine.stats()
-
-    def health(self) -> EngineHealth | None:
-        return None if self._engine is None else self._engine.health()
+        """Return the counters of all copies together, or None if there is no engine yet."""
+        stats = [replica.engine.stats() for replica in self.replicas if replica.engine is not None]
+        return stats[0].together(stats[1:]) if stats else None
 
     def ranks(self) -> list[RankHealth]:
-        """Return every rank's health, even before the engine exists."""
-        if (health := self.health()) is not None:
-            return health.ranks
-        return [] if self._model is None else self._model.health()
+        """Return every rank's health, even before the engines exist; those of the second copy are numbered on."""
+        if self._manifest is None:
+            return []
+        degree = self._manifest.world_size
+        return [
+            dataclasses.replace(rank, rank=degree * replica.index + rank.rank)
+            for replica in self.replicas
+            for rank in replica.ranks()
+        ]
 
     def _unavailable(self) -> EngineUnavailableError:
         ready, state, reason = self.readiness()
@@ -468,34 +465,124 @@ class Service:
 
     @property
     def room(self) -> float:
-        """How many choices run and wait at most."""
-        return 0 if self._engine is None else self._engine.queue.most
+        """How many choices of one request run and wait at most."""
+        return max((worker.queue.most for _, worker in self._running()), default=0)
 
-    def adapters(self) -> list[Adapter]:
-        """Return the adapters that requests may name."""
-        worker = self._engine
-        return cast("Engine", worker).adapters.listed() if self.task == "generate" and worker is not None else []
+    # --- a copy, for a request ------------------------------------------------------------------------
 
-    # --- the engine, for a request ------------------------------------------------------------------------
+    def choose(
+        self,
+        prompt: Sequence[int] = (),
+        adapter: str | None = None,
+        salt: Hashable = None,
+        avoid: Collection[Replica] = (),
+    ) -> Replica:
+        """Return the copy for a request: the one that holds most of its prompt, if it has little more to do than the
+        one that has least; that one otherwise.
+
+        Raises EngineUnavailableError unless a request may be queued in one that is not to be avoided.
+        """
+        able = [one for one in self._running() if one[0].serves and one[0] not in avoid]
+        if self.failure is not None or self._draining or not able:
+            raise self._unavailable()
+        free = [one for one in able if not one[0].stalls] or able
+        least = min(free, key=lambda one: (one[1].queue.inside, one[1].queue.submitted))
+        if prompt and len(free) > 1:
+            held = {replica: cast("Engine", worker).held(prompt, adapter, salt) for replica, worker in free}
+            best = max(free, key=lambda one: (held[one[0]], one is least))
+            more = best[1].queue.inside - least[1].queue.inside
+            if held[best[0]] and more <= max(1, best[1].queue.capacity // BUSIER):
+                return best[0]
+        return least[0]
 
     def require_ready(self) -> Engine | OneShotEngine:
-        """Return the engine. Raises EngineUnavailableError unless a request may be queued. (The engine itself ends a
-        stalled step.)"""
-        worker = self._engine
-        if self.failure is not None or self._draining or worker is None or worker.state != "ready":
-            raise self._unavailable()
-        return worker
+        """Return the engine of a copy. Raises EngineUnavailableError unless a request may be queued."""
+        return cast("Engine | OneShotEngine", self.choose().engine)
 
     def require_engine(self) -> Engine:
-        """Return the engine that generates. Raises RequestError for an artifact of another kind."""
+        """Return an engine that generates. Raises RequestError for an artifact of another kind."""
         worker = self.require_ready()
         if self.task != "generate":
             raise RequestError("", f"{self.model_name!r} was not traced for generation")
         return cast("Engine", worker)
 
-    def require_oneshot(self) -> OneShotEngine:
-        """Return the engine of one-shot calls. Raises RequestError for an artifact of another kind."""
-        worker = self.require_ready()
+    def require_oneshot(self) -> None:
+        """Raise RequestError for an artifact that generates."""
+        self.require_ready()
         if self.task == "generate":
             raise RequestError("", f"{self.model_name!r} was traced for generation: use {self.main_route}")
-        return cast("OneShotEngine", worker)
+
+    # --- changes, made in one copy after the other, so that the others answer meanwhile ---------------------
+
+    def update_weights(self, path: Path, tag: str | None, timeout: float) -> int:
+        """Swap the weights of every copy; return their version. Each copy has ``timeout`` seconds.
+
+        Raises as the engines do; WeightsBusyError, too, if only some copies could be changed.
+        """
+        version = 1 + max((worker.gate.version for _, worker in self._running()), default=0)
+
+        def swap(worker: Engine | OneShotEngine) -> None:
+            worker.update_weights(path, tag=tag, timeout=timeout, version=version)
+
+        self._roll(swap, timeout, f"have the new weights (version {version}), the others the old ones")
+        return version
+
+    def restart(self, timeout: float) -> None:
+        """Start the ranks of every copy anew, between requests. Each copy has ``timeout`` seconds to begin."""
+        self._roll(lambda worker: worker.restart_ranks(timeout), timeout, "have new ranks")
+
+    def _roll(self, change: Callable[[Engine | OneShotEngine], None], timeout: float, done: str) -> None:
+        if not self._changing.acquire(blocking=False):
+            raise WeightsBusyError
+        changed = 0
+        try:
+            self.require_ready()
+            for replica, worker in self._running():
+                end = time.monotonic() + timeout
+                while worker.state == "recovering" and replica.failure is None and time.monotonic() < end:
+                    time.sleep(ROLL_SECONDS)
+                change(worker)
+                changed += 1
+        except NxdError as error:
+            if not changed:
+                raise
+            raise WeightsBusyError(
+                f"{changed} of {len(self.replicas)} copies {done}, because of this: {summary(error)}; send it again"
+            ) from error
+        finally:
+            self._changing.release()
+
+    def adapters(self) -> list[Adapter]:
+        """Return the adapters that requests may name."""
+        workers = [cast("Engine", worker) for _, worker in self._running()] if self.task == "generate" else []
+        # The last copy gets an adapter last, and loses it first.
+        found = {
+            adapter.name: dataclasses.replace(adapter)
+            for worker in workers[-1:]
+            for adapter in worker.adapters.listed()
+        }
+        for worker in workers[:-1]:
+            for adapter in worker.adapters.listed():
+                if adapter.name in found:
+                    found[adapter.name].running += adapter.running
+        return list(found.values())
+
+    def load_adapter(self, name: str, path: Path, timeout: float) -> Adapter:
+        """Load an adapter into every copy, or into none. Raises as :meth:`Adapters.load`."""
+        self.require_engine()
+        loaded: list[Engine] = []
+        try:
+            for _, worker in self._running():
+                adapter = cast("Engine", worker).adapters.load(name, path, timeout)
+                loaded.append(cast("Engine", worker))
+        except BaseException:
+            for worker in loaded:
+                worker.adapters.remove(name)
+            raise
+        return adapter
+
+    def remove_adapter(self, name: str) -> Adapter:
+        """Withdraw an adapter from every copy. Raises UnknownModelError if there is none."""
+        self.require_engine()
+        removed = [cast("Engine", worker).adapters.remove(name) for _, worker in reversed(self._running())]
+        return dataclasses.replace(removed[0], running=sum(adapter.running for adapter in removed))

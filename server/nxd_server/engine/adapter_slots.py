@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from nxd_infer.errors import AdapterError, WeightSchemaError
@@ -37,8 +37,8 @@ class Adapters:
         """``put(slot, folder, timeout)`` loads an adapter into a slot of ``model``."""
         self._put = put
         self.slots = int((model.manifest.metadata.get("lora") or {}).get("slots", 0))
-        self.taken_name = ""
-        """The model's own name, which no adapter may have."""
+        self.taken_names: Collection[str] = ()
+        """The model's own names, which no adapter may have."""
         self._lock = threading.Lock()
         self._held: list[Adapter] = []
         """Adapters that occupy a slot: ready, being loaded, or removed while requests still use them."""
@@ -77,7 +77,7 @@ class Adapters:
                 f"must be 1 to 128 letters, digits and . _ : / -, beginning with a letter or digit, got {name!r}",
             )
         with self._lock:
-            if name == self.taken_name:
+            if name in self.taken_names:
                 raise AdapterConflictError(f"{name!r} is the name of the model itself: choose another one")
             # A removed adapter's name may be reused while its last requests are still running.
             if any(adapter.name == name and (adapter.ready or not adapter.running) for adapter in self._held):

@@ -3,6 +3,7 @@ swapped."""
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
@@ -193,6 +194,12 @@ class WholeRequest:
         """The account's name."""
         return self.account.name
 
+    def again(self) -> WholeRequest:
+        """Return a new one for the same client request, none of whose parts counts any more."""
+        fresh = copy.copy(self)
+        fresh.version, fresh._parts, fresh._gate = None, 1, None
+        return fresh
+
     def close(self) -> None:
         """Declare that no more parts will come. Idempotent and thread-safe."""
         gate, self._gate = self._gate, None
@@ -213,6 +220,8 @@ class Change:
     action: Callable[[], None]
     quiet: bool
     """Whether it waits until all begun requests have ended, holds back the others, and makes a new version."""
+    wanted: int | None = None
+    """The version to make; by default the next one."""
     begun: bool = False
     done: bool = False
     version: int = 0
@@ -289,18 +298,25 @@ class WeightGate:
         return change is not None and not change.begun and not (change.quiet and self._begun)
 
     def change(
-        self, action: Callable[[], None], timeout: float, *, withdrawn: Callable[[], None], quiet: bool = True
+        self,
+        action: Callable[[], None],
+        timeout: float,
+        *,
+        withdrawn: Callable[[], None],
+        quiet: bool = True,
+        version: int | None = None,
     ) -> int:
         """Have the engine's thread run ``action``, which changes the weights, between steps; return the new version.
 
-        ``quiet``: between requests, as a new version. One change at a time. A change that has begun belongs to the
-        engine: it completes even if this caller is interrupted. ``withdrawn`` is called if it never begins.
+        ``quiet``: between requests, as ``version``, by default the next one. One change at a time. A change that has
+        begun belongs to the engine: it completes even if this caller is interrupted. ``withdrawn`` is called if it
+        never begins.
 
         Raises what ``action`` raises; WeightsBusyError if there is another change, or if begun requests did not finish
         within ``timeout`` seconds; EngineUnavailableError, at once, if the engine makes no more changes. The last two
         change nothing, and requests continue.
         """
-        change = Change(action, quiet)
+        change = Change(action, quiet, version)
         try:
             with self._lock:
                 if self._over:
@@ -348,7 +364,7 @@ class WeightGate:
             if change is None:
                 return
             if error is None and change.quiet:
-                self.version += 1
+                self.version = self.version + 1 if change.wanted is None else change.wanted
             change.error, change.version, change.done = error, self.version, True
             self._open()
 

@@ -14,8 +14,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nxd_infer.errors import RankFailedError
@@ -41,6 +41,9 @@ log = logging.getLogger("nxd_server.engine")
 
 IDLE_SECONDS = 1.0
 """An idle thread checks the ranks at least this often."""
+
+MEANS = ("kv_usage", "step_seconds")
+"""Statistics that are no counts."""
 
 EngineT = TypeVar("EngineT", bound="EngineCore")
 
@@ -81,6 +84,20 @@ class EngineStats:
     """The scheduler's current estimate of one execution, by bucket."""
     kv_usage: float = 0.0
     """Fraction of the cache's positions (slots x maximum length) that hold live tokens."""
+
+    def together(self, others: Sequence[EngineStats]) -> EngineStats:
+        """Return the sums over these and ``others``, of engines of the same model; means of what is no count."""
+        all_stats = [self, *others]
+
+        def joined(name: str) -> Any:
+            values = [getattr(one, name) for one in all_stats]
+            if isinstance(values[0], dict):
+                found = {key: sum(value.get(key, 0) for value in values) for value in values for key in value}
+                return {key: total / len(values) for key, total in found.items()} if name in MEANS else found
+            return values[0] if isinstance(values[0], str) else sum(values) / (len(values) if name in MEANS else 1)
+
+        names = [one.name for one in fields(self)]
+        return self if not others else EngineStats(**{name: joined(name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -325,7 +342,9 @@ class EngineCore:
 
     # --- new weights: sharded in the caller's thread, swapped in by the engine's thread -----------------------
 
-    def update_weights(self, weights: Any, *, tag: str | None = None, timeout: float = 60.0) -> int:
+    def update_weights(
+        self, weights: Any, *, tag: str | None = None, timeout: float = 60.0, version: int | None = None
+    ) -> int:
         """Swap the model's weights between requests; return the new version (the artifact's weights are version 0).
 
         The weights are checked and sharded for every rank while requests continue. Then requests that have begun finish
@@ -334,6 +353,7 @@ class EngineCore:
         Args:
             weights, tag: as for ``TensorParallelModel.update_weights``; the complete weights.
             timeout: seconds that requests that have begun may take to finish.
+            version: the new version, if it is not the next one.
 
         Raises what ``TensorParallelModel.update_weights`` does, WeightsBusyError, or EngineUnavailableError, and keeps
         the old weights. After a RankFailedError the ranks are restarted with them.
@@ -343,7 +363,7 @@ class EngineCore:
         if not self._updating.acquire(blocking=False):
             raise WeightsBusyError
         try:
-            return self._swap(self.model.cut_weights(weights, tag=tag), timeout)
+            return self._swap(self.model.cut_weights(weights, tag=tag), timeout, version=version)
         finally:
             self._updating.release()
 
@@ -360,9 +380,25 @@ class EngineCore:
         finally:
             self._updating.release()
 
-    def _swap(self, new: NewWeights, timeout: float, *, quiet: bool = True) -> int:
+    def restart_ranks(self, timeout: float = 60.0) -> None:
+        """Start the ranks anew between requests: those that have begun finish first, and the others wait for it.
+
+        Raises WeightsBusyError if they did not finish within ``timeout`` seconds, or for another change;
+        EngineUnavailableError; and what keeps the ranks from starting, which are then restarted as lost ones are.
+        """
+        if (state := self.state) != "ready":
+            raise EngineUnavailableError(f"the ranks are not started anew: the engine is {state}", state)
+
+        def restart() -> None:
+            self._start_again()
+            self.restarts.end()
+
+        self.gate.change(restart, timeout, withdrawn=lambda: None, version=self.gate.version)
+        log.info("the ranks were started anew")
+
+    def _swap(self, new: NewWeights, timeout: float, *, quiet: bool = True, version: int | None = None) -> int:
         """Pass sharded weights to the engine's thread; return the version after it. Closes them unless swapped in."""
-        return self.gate.change(lambda: self._put(new), timeout, withdrawn=new.close, quiet=quiet)
+        return self.gate.change(lambda: self._put(new), timeout, withdrawn=new.close, quiet=quiet, version=version)
 
     def _put(self, new: NewWeights) -> None:
         try:

@@ -14,7 +14,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Tokens
 
 from nxd_infer.errors import ModelConfigError
@@ -207,6 +207,11 @@ class Engine(EngineCore):
         if whole is None:
             ticket.whole.close()
         return ticket
+
+    def held(self, prompt: Tokens[int], adapter: str | None = None, salt: Hashable = None) -> int:
+        """Return how many tokens at the start of ``prompt`` a free slot holds now, if they are worth to be sought."""
+        lora = next((one for one in self.adapters.listed() if one.name == adapter), None)
+        return self._scheduler.slots.held(prompt, (self.gate.version, lora, salt))
 
     def grammar_of(self, params: SamplingParams) -> CompiledGrammar | None:
         """Return the compiled grammar that ``params`` asks for, if any; takes up to seconds. Raises RequestError."""

@@ -406,6 +406,13 @@ class SlotPool:
         self._used.add(slot)
         return slot, shared[slot]
 
+    def held(self, prompt: Tokens[int], key: Hashable) -> int:
+        """Return how many tokens at the start of ``prompt`` a free slot holds at most; 0 for too few to be sought. Any
+        thread may ask."""
+        wanted = np.asarray(prompt[:-1], np.int64)
+        most = max((kept.shared(key, wanted) for kept in list(self._free.values())), default=0)
+        return most if most >= FEWEST_REUSED else 0
+
     def release(self, slot: int, tokens: Tokens[int] = (), key: Hashable = None) -> None:
         """Free a slot, which holds the keys and values of ``tokens``, computed under ``key``.
 

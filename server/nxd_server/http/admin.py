@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -25,7 +26,7 @@ from nxd_infer.errors import (
 )
 from nxd_infer.util.ownership import others_may_change, shown, way_to
 from nxd_server.engine.adapter_slots import Adapter
-from nxd_server.errors import ForbiddenPathError, RequestError
+from nxd_server.errors import AdapterConflictError, ForbiddenPathError, RequestError
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.request_body import Body
 from nxd_server.http.request_context import context_of, require_admin
@@ -34,21 +35,27 @@ from nxd_server.threads import in_thread
 logger = logging.getLogger("nxd_server.http")
 
 
+MODEL: Any = Field(None, description="The model; a server of one has no need of it.")
+TIMEOUT: Any = Field(
+    None, gt=0, le=86400, description="Seconds running requests may take to finish; weights_drain_timeout if null."
+)
+
+
 class WeightsBody(Body):
     """``POST /v1/weights``."""
 
     path: str = Field(..., description="A folder of checkpoints, or safetensors, under the server's weights_root.")
     tag: str | None = Field(None, description="Which checkpoint of the folder; by default the newest complete one.")
-    timeout: float | None = Field(
-        None, gt=0, le=86400, description="Seconds running requests may take to finish; weights_drain_timeout if null."
-    )
+    timeout: float | None = TIMEOUT
+    model: str | None = MODEL
 
 
 async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
     """Answer later requests with the weights under ``path``; returns once these are in use.
 
     Requests that have begun finish on the old weights, none is rejected, and no answer mixes the two. Weights that do
-    not fit (400), another swap, or requests that run for too long (409) leave everything unchanged.
+    not fit (400), another swap, or requests that run for too long (409) leave everything unchanged. Of several copies
+    one after the other is changed, so that the others answer; a 409 says if only some could be.
     """
     context = context_of(request)
     service, settings = context.service, context.settings
@@ -57,7 +64,7 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
     def swap() -> int:
         path = path_under(settings.weights_root, body.path)
         timeout = body.timeout or settings.weights_drain_timeout
-        return service.require_ready().update_weights(path, tag=body.tag, timeout=timeout)
+        return service.update_weights(path, body.tag, timeout)
 
     with unchanged("the weights are unchanged", "weights"):
         version = await in_thread(swap, "nxd-weights")
@@ -67,11 +74,28 @@ async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
     return {"object": "weights", "version": version, "path": body.path, "tag": body.tag, "seconds": round(seconds, 3)}
 
 
+class RestartBody(Body):
+    """``POST /v1/restart``."""
+
+    timeout: float | None = TIMEOUT
+    model: str | None = MODEL
+
+
+async def restart(request: Request, body: RestartBody) -> dict[str, Any]:
+    """Start the ranks anew, one copy after the other; requests that have begun finish first, and none is rejected."""
+    context = context_of(request)
+    service, timeout = context.service, body.timeout or context.settings.weights_drain_timeout
+    begin = time.monotonic()
+    await in_thread(lambda: service.restart(timeout), "nxd-restart")
+    return {"object": "restart", "copies": len(service.replicas), "seconds": round(time.monotonic() - begin, 3)}
+
+
 class AdapterBody(Body):
     """``POST /v1/adapters``."""
 
     name: str = Field(..., description="The name that requests give as `model`.")
     path: str = Field(..., description="The adapter's directory, under the server's weights_root.")
+    model: str | None = MODEL
 
 
 def _card(adapter: Adapter) -> dict[str, Any]:
@@ -87,11 +111,13 @@ def _card(adapter: Adapter) -> dict[str, Any]:
 async def load_adapter(request: Request, body: AdapterBody) -> dict[str, Any]:
     """Load a PEFT directory under ``weights_root``; after the answer, requests may name it as their ``model``."""
     context = context_of(request)
-    adapters = context.service.require_engine().adapters
+    service = context.service
+    if context.models.find(body.name) not in (None, service):
+        raise AdapterConflictError(f"{body.name!r} is the name of another model, or of its adapter: choose another one")
 
     def load() -> Adapter:
         path = path_under(context.settings.weights_root, body.path)
-        return adapters.load(body.name, path, context.settings.weights_drain_timeout)
+        return service.load_adapter(body.name, path, context.settings.weights_drain_timeout)
 
     with unchanged("the adapter was not loaded", "adapter"):
         return _card(await in_thread(load, "nxd-adapters"))
@@ -99,15 +125,18 @@ async def load_adapter(request: Request, body: AdapterBody) -> dict[str, Any]:
 
 async def list_adapters(request: Request) -> dict[str, Any]:
     """List the adapters that requests may name."""
-    service = context_of(request).service
-    service.require_loaded()
-    return {"object": "list", "data": [_card(adapter) for adapter in service.adapters()]}
+    services = context_of(request).models.services
+    for service in services:
+        service.require_loaded()
+    return {"object": "list", "data": [_card(adapter) for service in services for adapter in service.adapters()]}
 
 
 async def remove_adapter(request: Request, name: str) -> dict[str, Any]:
     """Withdraw an adapter from new requests; its slot is free when the requests in ``running`` have ended."""
     require_admin(request)
-    return {**_card(context_of(request).service.require_engine().adapters.remove(name)), "deleted": True}
+    context = context_of(request)
+    service = context.models.find(name) or context.service
+    return {**_card(await asyncio.to_thread(service.remove_adapter, name)), "deleted": True}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The application: routes over a service. It runs no graph; its only work is tokenizing and bookkeeping."""
+"""The application: routes over models. It runs no graph; its only work is tokenizing and bookkeeping."""
 
 from __future__ import annotations
 
@@ -23,14 +23,22 @@ from nxd_server.http.ops import health
 from nxd_server.http.page.files import add_page
 from nxd_server.http.predict import PredictBody, predict
 from nxd_server.http.request_body import Body
-from nxd_server.http.request_context import Context, RequestMiddleware, answered, context_of, endpoint, json_body
+from nxd_server.http.request_context import (
+    Context,
+    RequestMiddleware,
+    answered,
+    choose_model,
+    context_of,
+    endpoint,
+    json_body,
+)
 
 if TYPE_CHECKING:
-    from nxd_server.app.service import Service
+    from nxd_server.app.models import Models
     from nxd_server.settings import ServerSettings
 
 
-def create_app(service: Service, settings: ServerSettings) -> FastAPI:
+def create_app(served: Models, settings: ServerSettings) -> FastAPI:
     """Return the app with all routes; ``app.state.context`` holds its parts."""
     app = FastAPI(
         title="nxd_infer",
@@ -40,7 +48,7 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
         redirect_slashes=False,
         separate_input_output_schemas=False,
     )
-    context = app.state.context = Context(service, settings)
+    context = app.state.context = Context(served, settings)
     app.add_middleware(RequestMiddleware, context=context)
     app.add_exception_handler(HTTPException, _http_exception)
 
@@ -67,6 +75,7 @@ def create_app(service: Service, settings: ServerSettings) -> FastAPI:
     app.add_api_route("/invocations", invocations, methods=["POST"], response_model=None)
 
     _post(app, "/v1/weights", admin.WeightsBody, admin.weights, only_admin=True)
+    _post(app, "/v1/restart", admin.RestartBody, admin.restart, only_admin=True)
     _post(app, "/v1/adapters", admin.AdapterBody, admin.load_adapter, only_admin=True)
     _get(app, "/v1/adapters", admin.list_adapters)
     app.add_api_route("/v1/adapters/{name:path}", admin.remove_adapter, methods=["DELETE"], response_model=None)
@@ -113,15 +122,16 @@ def _post(
 async def invocations(request: Request) -> Any:
     """SageMaker's one route, whose fields select ours: chat (``messages``), completion (``prompt``), embedding or
     classification (``input``) or tensors (``inputs``)."""
-    context = context_of(request)
-    context.service.require_ready()
+    context_of(request).models.require_ready()
     data = await json_body(request)
+    name = data.get("model")
+    service = choose_model(request, name if isinstance(name, str) else None)
     if data.get("messages") is not None:
         return await answered(request, ChatBody, chat, data)
     if data.get("prompt") is not None:
         return await answered(request, CompletionBody, completions, data)
     if data.get("input") is not None:
-        if context.service.main_route == "/v1/classify":
+        if service.main_route == "/v1/classify":
             return await answered(request, ClassifyBody, classify, data)
         return await answered(request, EmbeddingBody, embeddings, data)
     if data.get("inputs") is not None or data.get("safetensors") is not None:
@@ -129,7 +139,7 @@ async def invocations(request: Request) -> Any:
     raise bad_request(
         "the body holds none of `messages`, `prompt`, `input`, `inputs` and `safetensors`; for this model send "
         + {"generate": "`prompt` or `messages`", "embed": "`input`", "classify": "`input`"}.get(
-            context.service.task, "`inputs`"
+            service.task, "`inputs`"
         ),
         code="missing_parameter",
     )

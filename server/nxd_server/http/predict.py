@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import Field
 from starlette.requests import Request
@@ -13,10 +13,21 @@ from starlette.responses import JSONResponse
 
 from nxd_server.http.error_responses import bad_request, clip, missing_field
 from nxd_server.http.request_body import Listed, QueuedBody
-from nxd_server.http.request_context import check_model, context_of, seconds_left, unless_left, wait_all, whole_of
+from nxd_server.http.request_context import (
+    check_model,
+    context_of,
+    on_a_copy,
+    seconds_left,
+    unless_left,
+    wait_all,
+    whole_of,
+)
 
 if TYPE_CHECKING:
     import torch
+
+    from nxd_server.app.replica import Replica
+    from nxd_server.engine import OneShotEngine
 
 
 class PredictBody(QueuedBody):
@@ -56,10 +67,15 @@ async def predict(request: Request, body: PredictBody) -> JSONResponse:
     else:
         read = functools.partial(read_tensors, body.inputs or {}, specs)
     tensors = await unless_left(request, context.tensors.run(read))
-    with whole_of(request) as whole:
-        left = seconds_left(request)
-        submit = functools.partial(service.require_oneshot().submit, tensors, timeout=left, whole=whole)
-        (outputs,) = await wait_all(request, [submit], timeout=left)
+    service.require_oneshot()
+
+    async def run(replica: Replica) -> Any:
+        worker, left = cast("OneShotEngine", replica.engine), seconds_left(request)
+        with whole_of(request) as whole:
+            submit = functools.partial(worker.submit, tensors, timeout=left, whole=whole)
+            return await wait_all(request, [submit], timeout=left)
+
+    (outputs,) = await on_a_copy(request, run)
     if body.outputs is not None:
         missing = [name for name in body.outputs if name not in outputs]
         if missing:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import functools
 import logging
 import re
@@ -18,7 +20,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nxd_server.accounts import Account
 from nxd_server.engine.admission import WholeRequest
 from nxd_server.engine.request import check_token_ids
-from nxd_server.errors import DEADLINE_GRACE, PromptTooLongError, ended_early, forget_frames, not_finished
+from nxd_server.errors import (
+    DEADLINE_GRACE,
+    EngineUnavailableError,
+    PromptTooLongError,
+    ended_early,
+    forget_frames,
+    not_finished,
+)
 from nxd_server.http.error_responses import ApiError, as_api_error, bad_request, clip
 from nxd_server.http.keys import OPEN_PATHS, Keys
 from nxd_server.http.ops.logs import log_access
@@ -26,10 +35,12 @@ from nxd_server.http.ops.metrics import Metrics
 from nxd_server.http.protocol import Connections
 from nxd_server.http.request_body import Bodies, Body, ClientLeft, DrainingReceive, client_left, default_limit
 from nxd_server.http.response_store import ResponseStore
-from nxd_server.http.scope_keys import ARRIVED, CROWDED, FIELDS, REFUSAL, REQUEST_ID, WHOLE
+from nxd_server.http.scope_keys import ARRIVED, CONTEXT, CROWDED, FIELDS, REFUSAL, REQUEST_ID, WHOLE
 from nxd_server.threads import ConcurrencyLimit, Doorbell
 
 if TYPE_CHECKING:
+    from nxd_server.app.models import Models
+    from nxd_server.app.replica import Replica
     from nxd_server.app.service import Service
     from nxd_server.engine.sampling_params import SamplingParams
     from nxd_server.settings import ServerSettings
@@ -56,11 +67,13 @@ continue after their clients disconnected."""
 class Context:
     """The parts of the application, at ``app.state.context``."""
 
-    def __init__(self, service: Service, settings: ServerSettings):
-        self.service, self.settings = service, settings
+    def __init__(self, models: Models, settings: ServerSettings):
+        self.models, self.settings = models, settings
+        self.service = models.services[0]
+        """The one that a request is for, once its body is known: see :func:`choose_model`."""
         self.connections = Connections(settings)
         self.keys = Keys(settings)
-        self.metrics = Metrics(service, self.connections, self.keys.accounts)
+        self.metrics = Metrics(self.service, self.connections, self.keys.accounts)
         self.encoders, self.tensors, self.grammars = (
             ConcurrencyLimit(what, width, settings.max_queued_requests)
             for what, width in (("prompts", ENCODERS), ("tensors", ENCODERS), ("grammars", 1))
@@ -73,7 +86,29 @@ class Context:
 
 
 def context_of(request: Request) -> Context:
-    return request.app.state.context
+    return request.scope.get(CONTEXT) or request.app.state.context
+
+
+def choose_model(request: Request, name: str | None) -> Service:
+    """From here on, the request's context has the service of the model ``name``, which is returned. Raises as
+    :meth:`Models.named`."""
+    context = request.scope[CONTEXT] = copy.copy(context_of(request))
+    context.service = context.models.named(name)
+    return context.service
+
+
+async def on_a_copy(request: Request, work: Callable[[Replica], Awaitable[T]]) -> T:
+    """Return the result of ``work`` with one of the model's copies; with another one, if that is lost meanwhile."""
+    service = context_of(request).service
+    replica = service.choose()
+    try:
+        return await work(replica)
+    except EngineUnavailableError:
+        with contextlib.suppress(EngineUnavailableError):
+            other = service.choose(avoid=[replica])
+            request.scope[WHOLE] = whole_of(request).again()
+            return await work(other)
+        raise
 
 
 def request_id(request: Request) -> str:
@@ -94,7 +129,7 @@ async def json_body(request: Request) -> dict[str, Any]:
     """Return the body as a JSON object. Raises as :meth:`Bodies.read_json`."""
     context = context_of(request)
     settings = context.settings
-    limit = settings.max_body_bytes or default_limit(context.service)
+    limit = settings.max_body_bytes or max(map(default_limit, context.models.services))
     return await context.bodies.read_json(request, limit, settings.request_timeout, settings.connection_timeout)
 
 
@@ -110,7 +145,7 @@ def endpoint(
         if only_admin:
             require_admin(request)
         if ready:  # before the body, which an unavailable server need not read
-            context_of(request).service.require_ready()
+            context_of(request).models.require_ready()
         return await answered(request, kind, handler, await json_body(request))
 
     return answer
@@ -119,19 +154,20 @@ def endpoint(
 async def answered(
     request: Request, kind: type[BodyT], handler: Callable[[Request, BodyT], Awaitable[Any]], data: dict[str, Any]
 ) -> Any:
-    """Return what ``handler`` answers to ``data``, parsed by ``kind``."""
+    """Return what ``handler`` answers to ``data``, parsed by ``kind``, with the model that it names."""
     body = kind.parse(data)
+    choose_model(request, getattr(body, "model", None))
     whole_of(request).priority = getattr(body, "priority", 0)
     return await handler(request, body)
 
 
 def check_model(service: Service, name: str | None) -> str | None:
     """Return the adapter ``name``; None for the served model itself. Raises 404 for another name."""
-    if name is None or name == service.model_name:
+    if name is None or name in service.model_names:
         return None
     adapters = [adapter.name for adapter in service.adapters()]
     if name not in adapters:
-        known = ", ".join(map(repr, [service.model_name, *adapters]))
+        known = ", ".join(map(repr, [*service.model_names, *adapters]))
         raise ApiError(
             404,
             f"the model {clip(name)!r} does not exist; this server has {known}",
@@ -284,8 +320,8 @@ class RequestMiddleware:
                     headers.append((b"connection", b"close"))
                 if scope["method"] == "POST":
                     headers += whole.account.headers()
-                if whole.version is not None:
-                    headers.append((WEIGHTS_HEADER, b"%d" % whole.version))
+                if (version := scope[WHOLE].version) is not None:
+                    headers.append((WEIGHTS_HEADER, b"%d" % version))
                 message = {**message, "headers": headers}
             else:
                 sent += len(message.get("body", b""))
@@ -317,7 +353,7 @@ class RequestMiddleware:
         except ClientLeft:
             status = CLIENT_CLOSED
         finally:
-            whole.close()
+            scope[WHOLE].close()
             self._context.bodies.let_go(scope)
             if counted is not None:
                 counted.end()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from nxd_server.app.service import Service
+from nxd_server.app.models import Models
 from nxd_server.http.app import create_app
 from nxd_server.http.listener import WAITING
 from nxd_server.http.protocol import limited
@@ -34,9 +34,9 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(service: Service, settings: ServerSettings) -> tuple[FastAPI, Server]:
-    """Return the app that answers for ``service``, and the server that runs it."""
-    app = create_app(service, settings)
+def make_server(models: Models, settings: ServerSettings) -> tuple[FastAPI, Server]:
+    """Return the app that answers for ``models``, and the server that runs it."""
+    app = create_app(models, settings)
     config = uvicorn.Config(
         app,
         http=limited(app.state.context.connections),

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from nxd_infer.errors import RankDiedError
+from nxd_server.app.models import Models
 from nxd_server.app.run import serve_service
 from nxd_server.app.service import Service
 from nxd_server.http.ops import logs
@@ -78,13 +79,11 @@ class ToyService(Service):
         start_file: str | None,
         fail_file: str | None,
     ):
-        super().__init__("toy", settings, on_failure)
+        self._kind, self._options = kind, toy
         self._toy = kind(**toy)
-        self._start_file = start_file
-        self._toy.bounds = SimpleNamespace(load=30.0, load_seconds=60.0)
+        super().__init__("toy", settings, on_failure)
+        self._start_file, self._fail_file = start_file, fail_file
         self._failing = False
-        if fail_file:
-            self._toy.fail = lambda name, inputs: self._maybe_fail(Path(fail_file), inputs)
 
     def _maybe_fail(self, file: Path, inputs: dict) -> None:
         """Do what the file says: fail this step ("once", "value"), and all after it ("always"), hang in it ("hang") or
@@ -109,13 +108,23 @@ class ToyService(Service):
         raise RankDiedError("rank 0 ended with signal 9", 0)
 
     def _open(self):
-        self._stage = "loading the toy"
+        self.stage = "loading the toy"
         while self._start_file and not Path(self._start_file).exists():
             time.sleep(0.02)
         self._manifest = self._toy.manifest
+        self._artifact = self._toy
+
+    def _read_text(self, artifact):
         self._tokenizer = toy_tokenizer()
         self._use_template(TemplateSources(TEMPLATE))
-        return self._toy
+
+    def make_model(self):
+        toy = self._kind(**self._options)
+        toy.bounds = SimpleNamespace(load=30.0, start=30.0, load_seconds=60.0)
+        toy.start = lambda: toy
+        if self._fail_file:
+            toy.fail = lambda name, inputs: self._maybe_fail(Path(self._fail_file), inputs)
+        return toy
 
 
 def main() -> int:
@@ -138,7 +147,7 @@ def main() -> int:
         kind, toy = ToyOneShot, json.loads(options.toy)
     return serve_service(
         settings,
-        lambda on_failure: ToyService(settings, on_failure, kind, toy, options.start_file, options.fail_file),
+        lambda on_failure: Models([ToyService(settings, on_failure, kind, toy, options.start_file, options.fail_file)]),
     )
 
 

@@ -7,8 +7,8 @@ import base64
 import functools
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -21,6 +21,7 @@ from nxd_server.http.request_context import (
     Context,
     check_model,
     context_of,
+    on_a_copy,
     require_task,
     seconds_left,
     unless_left,
@@ -31,6 +32,7 @@ from nxd_server.http.request_context import (
 if TYPE_CHECKING:
     import torch
 
+    from nxd_server.app.replica import Replica
     from nxd_server.app.service import Service
     from nxd_server.engine.text_encoder import Encoded, TextEncoder, Tokens
 
@@ -119,8 +121,19 @@ async def encode_texts(
 ) -> list[Encoded]:
     """Return every text's result; ``path_of`` names a text by its index, and ``options`` are those of
     :func:`tokens_of`. Long lists go in waves, so that they leave room for other requests."""
+    context_of(request).service.require_encoder()
+
+    def encode(replica: Replica) -> Awaitable[list[Encoded]]:
+        return _encode(request, cast("TextEncoder", replica.encoder), texts, path_of, **options)
+
+    return await on_a_copy(request, encode)
+
+
+async def _encode(
+    request: Request, encoder: TextEncoder, texts: Sequence[Text], path_of: Callable[[int], str], **options: Any
+) -> list[Encoded]:
     context = context_of(request)
-    encoder, settings = context.service.require_encoder(), context.settings
+    settings = context.settings
     for place, text in enumerate(texts):
         path = path_of(place)
         if not text:

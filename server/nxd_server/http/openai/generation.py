@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -24,15 +24,25 @@ from starlette.types import Receive, Scope, Send
 
 from nxd_server.engine.request import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
 from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.errors import DEADLINE_GRACE, RequestError, ended_early, not_finished
+from nxd_server.errors import (
+    DEADLINE_GRACE,
+    EngineFailedError,
+    EngineUnavailableError,
+    QueueFullError,
+    RequestError,
+    ended_early,
+    not_finished,
+)
 from nxd_server.http.error_responses import ApiError, as_api_error, bad_request, clip, encode
 from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.request_body import ClientLeft, client_left
 from nxd_server.http.request_context import context_of, request_id, seconds_left, whole_of
-from nxd_server.http.scope_keys import FIELDS, REFUSAL
+from nxd_server.http.scope_keys import FIELDS, REFUSAL, WHOLE
 from nxd_server.threads import Mailbox
 
 if TYPE_CHECKING:
+    from nxd_server.app.replica import Replica
+    from nxd_server.engine import Engine
     from nxd_server.text.grammars import CompiledGrammar
 
 logger = logging.getLogger("nxd_server.http")
@@ -84,6 +94,7 @@ class Generation:
     ):
         """``params``: of each prompt, with the same ``n`` and ``grammar``."""
         context = context_of(request)
+        self._request = request
         self._service, self._metrics = context.service, context.metrics
         self._prompts = prompts
         self._params = params
@@ -95,8 +106,11 @@ class Generation:
         self._whole = whole_of(request)
         self._adapter = adapter
         self._grammar = grammar
+        self._bell = context.bell
         self._mailbox = Mailbox(context.bell)
         self._tickets: list[Any] = []
+        self._replica: Replica | None = None
+        self._begun = self._moved = False
         self._watcher: asyncio.Task[None] | None = None
         self._last_token: dict[int, float] = {}
         self.choices = len(prompts) * self._n
@@ -117,18 +131,36 @@ class Generation:
         return self._whole.version
 
     async def __aenter__(self) -> Generation:
+        self._service.require_engine()
+        self._submit()
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    def _submit(self, avoid: Sequence[Replica] = ()) -> None:
+        """Submit everything to one copy, which none of ``avoid`` is."""
+        first = self._prompts[0], self._adapter, self._params[0].cache_salt
+        replica = self._replica = self._service.choose(*first, avoid=avoid)
         try:
-            engine = self._service.require_engine()
+            self._submit_to(cast("Engine", replica.engine))
+        except EngineUnavailableError:  # it was lost just now
+            if len(avoid) >= len(self._service.replicas) - 1:
+                raise
+            self._start_over()
+            self._submit([*avoid, replica])
+
+    def _submit_to(self, engine: Engine) -> None:
+        left = max(0.001, self._deadline - time.monotonic())
+        try:
             # All at once, or the first ones would take the room of other requests.
             tokens = self._n * sum(map(len, self._prompts))
-            engine.check_room(self.choices, tokens, whole=self._whole, timeout=self._timeout)
+            engine.check_room(self.choices, tokens, whole=self._whole, timeout=left)
             for place, (prompt, params) in enumerate(zip(self._prompts, self._params, strict=True)):
                 self._tickets.append(
                     engine.submit(
                         prompt,
                         params,
                         _handover(self._mailbox, place * self._n),
-                        timeout=self._timeout,
+                        timeout=left,
                         request_id=self._request_id,
                         adapter=self._adapter,
                         whole=self._whole,
@@ -140,8 +172,29 @@ class Generation:
             raise
         finally:
             self._whole.close()
-        self._watcher = asyncio.create_task(self._watch())
-        return self
+
+    def _start_over(self) -> None:
+        """Forget what was submitted: another copy's weights may be of another version."""
+        self._mailbox.close()
+        self._mailbox, self._tickets = Mailbox(self._bell), []
+        self._whole = self._request.scope[WHOLE] = self._whole.again()
+        if self._watcher is not None and self._watcher.done():
+            self._mailbox.put(_LEFT)
+
+    def _moves(self, event: ErrorEvent) -> bool:
+        """Whether the request begins again in another copy, because its own is lost and it has no token yet. Once, if
+        it was in a slot: it may be what its copy died of."""
+        ran = event.timings.admitted is not None
+        lost = self._replica
+        if self._begun or (ran and self._moved) or lost is None or not isinstance(event.error, EngineFailedError):
+            return False
+        self._moved = self._moved or ran
+        self._start_over()
+        try:
+            self._submit([lost])
+        except (EngineUnavailableError, QueueFullError):
+            return False
+        return True
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -161,8 +214,10 @@ class Generation:
         """
         left = self._deadline + DEADLINE_GRACE - time.monotonic()
         patience = left if wait is None else min(wait, left)
-        if (item := await self._mailbox.get(patience)) is not None:
-            return self._take(item)
+        end = time.monotonic() + patience
+        while (item := await self._mailbox.get(max(0.0, end - time.monotonic()))) is not None:
+            if (taken := self._take(item)) is not None:
+                return taken
         if time.monotonic() - self._deadline >= DEADLINE_GRACE:
             raise not_finished(self._service.settings.request_timeout)
         return None
@@ -172,11 +227,15 @@ class Generation:
         item = self._mailbox.get_nowait()
         return None if item is None else self._take(item)
 
-    def _take(self, item: tuple[int, Event]) -> tuple[int, TokenEvent | FinishEvent]:
+    def _take(self, item: tuple[int, Event]) -> tuple[int, TokenEvent | FinishEvent] | None:
+        """Return the event; None if the request begins again elsewhere."""
         if item is _LEFT:
             raise self._gone()
         base, event = item
         choice = base + event.index
+        if isinstance(event, ErrorEvent) and self._moves(event):
+            return None
+        self._begun = True
         if isinstance(event, TokenEvent):
             now = time.monotonic()
             if choice in self._last_token:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from nxd_server.http.request_context import check_model, context_of
+from nxd_server.http.request_context import check_model, choose_model, context_of
+
+if TYPE_CHECKING:
+    from nxd_server.app.service import Service
 
 
-def _card(request: Request) -> dict[str, Any]:
-    service = context_of(request).service
+def _cards(service: Service) -> list[dict[str, Any]]:
+    """The model by each of its names, and its adapters."""
     service.require_loaded()
     card = {
-        "id": service.model_name,
         "object": "model",
         "created": service.created,
         "owned_by": "nxd_infer",
@@ -30,36 +32,37 @@ def _card(request: Request) -> dict[str, Any]:
         card["chat"], card["tool_calls"] = service.chat_template is not None, service.tool_format is not None
         card["top_logprobs"] = service.top_logprobs
         card["generation_defaults"] = {**service.sampling_defaults, "stop_token_ids": list(service.eos_token_ids)}
-    return card
-
-
-def _adapter_card(request: Request, adapter: Any) -> dict[str, Any]:
-    base = _card(request)
-    return {**base, "id": adapter.name, "created": adapter.created, "parent": base["id"]}
+    names = [{"id": name, **card} for name in service.model_names]
+    parent = {"parent": service.model_name}
+    adapters = service.adapters()
+    return [*names, *({"id": one.name, **card, "created": one.created, **parent} for one in adapters)]
 
 
 async def list_models(request: Request) -> dict[str, Any]:
-    """Return the served model and its adapters."""
-    adapters = context_of(request).service.adapters()
-    return {"object": "list", "data": [_card(request), *(_adapter_card(request, adapter) for adapter in adapters)]}
+    """Return the served models and their adapters."""
+    services = context_of(request).models.services
+    return {"object": "list", "data": [card for service in services for card in _cards(service)]}
 
 
 async def get_model(request: Request, model: str) -> dict[str, Any]:
-    """Return the model, or one of its adapters, by name; 404 for another."""
-    card = _card(request)
-    service = context_of(request).service
-    name = check_model(service, model)
-    return next((_adapter_card(request, adapter) for adapter in service.adapters() if adapter.name == name), card)
+    """Return a model, or one of its adapters, by name; 404 for another."""
+    service = choose_model(request, model)
+    cards = {card["id"]: card for card in _cards(service)}
+    return cards[check_model(service, model) or model]
 
 
 async def list_buckets(request: Request) -> dict[str, Any]:
     """Return the compiled shapes, and how often each ran for requests."""
-    service = context_of(request).service
+    services = context_of(request).models.services
+    return {"object": "list", "data": [bucket for service in services for bucket in _buckets(service)]}
+
+
+def _buckets(service: Service) -> list[dict[str, Any]]:
     service.require_loaded()
     stats = service.stats()
     data = []
     for bucket in service.manifest.buckets:
-        entry: dict[str, Any] = {"name": bucket.name, "object": "bucket"}
+        entry: dict[str, Any] = {"name": bucket.name, "object": "bucket", "model": service.model_name}
         if stats is not None:
             entry |= {
                 "executions": stats.bucket_steps.get(bucket.name, 0),
@@ -71,7 +74,7 @@ async def list_buckets(request: Request) -> dict[str, Any]:
         entry["inputs"] = [_tensor(spec) for spec in bucket.inputs]
         entry["outputs"] = [_tensor(spec) for spec in bucket.outputs]
         data.append(entry)
-    return {"object": "list", "data": data}
+    return data
 
 
 def _tensor(spec: Any) -> dict[str, Any]:

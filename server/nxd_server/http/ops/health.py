@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,13 +20,17 @@ from nxd_server.http.error_responses import ApiError, encode
 from nxd_server.http.ops.metrics import CONTENT_TYPE
 from nxd_server.http.request_context import Context, context_of
 
+if TYPE_CHECKING:
+    from nxd_server.app.replica import Replica
+    from nxd_server.app.service import Service
+
 
 def _answer(status: int, content: dict[str, Any]) -> Response:
     return Response(encode(content), status, {"cache-control": "no-store"}, "application/json")
 
 
 def _verdict(context: Context, extra: dict[str, Any] | None = None) -> Response:
-    ready, state, reason = context.service.readiness()
+    ready, state, reason = context.models.readiness()
     content: dict[str, Any] = {"status": state, **(extra or {})}
     if ready:
         return _answer(200, content)
@@ -67,25 +71,41 @@ async def health(request: Request) -> Response:
     asking costs nothing.
     """
     context = context_of(request)
-    service = context.service
-    engine, stats = service.health(), service.stats()
-    extra: dict[str, Any] = {
-        "uptime": round(time.time() - service.created, 1),
-        "restarts": 0 if stats is None else stats.restarts,
-        "ranks": [_rank(rank) for rank in service.ranks()],
-    }
-    if engine is not None:
-        extra |= {"last_step_age": engine.last_step_age, "step_running": engine.step_running}
-        if engine.recovering_for is not None:
-            extra["recovery"] = {
-                "stage": engine.stage,
-                "seconds": round(engine.recovering_for, 1),
-                "expected": service.recovery.expected,
-                "limit": service.recovery.limit,
-            }
-    if stats is not None:
-        extra |= {"running": stats.running, "waiting": stats.waiting, "slots_free": stats.slots_free}
+    services = context.models.services
+    replicas = [replica for service in services for replica in service.replicas]
+    extra: dict[str, Any] = {"uptime": round(time.time() - services[0].created, 1), **_copy(replicas[0])}
+    if len(replicas) > 1:
+        stats = [stats for service in services if (stats := service.stats()) is not None]
+        counts = ("restarts", "running", "waiting", "slots_free")
+        extra |= {name: sum(getattr(one, name) for one in stats) for name in counts}
+        extra["ranks"] = [_rank(rank) for service in services for rank in service.ranks()]
+        extra["models"] = {service.model_name: _model(service) for service in services}
     return _verdict(context, extra)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    copies = []
+    for replica in service.replicas:
+        ready, state, reason = replica.readiness()
+        copies.append({"status": state, **({} if ready else {"reason": reason}), **_copy(replica)})
+    return {"status": service.readiness()[1], "copies": copies}
+
+
+def _copy(replica: Replica) -> dict[str, Any]:
+    found: dict[str, Any] = {"restarts": 0, "ranks": [_rank(rank) for rank in replica.ranks()]}
+    if replica.engine is None:
+        return found
+    engine, stats = replica.engine.health(), replica.engine.stats()
+    found |= {"last_step_age": engine.last_step_age, "step_running": engine.step_running}
+    if engine.recovering_for is not None:
+        found["recovery"] = {
+            "stage": engine.stage,
+            "seconds": round(engine.recovering_for, 1),
+            "expected": replica.recovery.expected,
+            "limit": replica.recovery.limit,
+        }
+    found |= {"restarts": stats.restarts, "weight_version": replica.engine.gate.version}
+    return found | {"running": stats.running, "waiting": stats.waiting, "slots_free": stats.slots_free}
 
 
 def _rank(rank: RankHealth) -> dict[str, Any]:
