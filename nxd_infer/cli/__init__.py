@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nxd_infer.util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from nxd_infer.cli import ckpt, doctor, generate, pipeline_plan, port, trace, train, verify
+    from nxd_infer.cli import ckpt, doctor, generate, load, pipeline_plan, port, top, trace, train, verify
 
-__all__ = ["ckpt", "doctor", "generate", "pipeline_plan", "port", "trace", "train", "verify"]
+__all__ = ["ckpt", "doctor", "generate", "load", "pipeline_plan", "port", "top", "trace", "train", "verify"]
 __getattr__, __dir__ = lazy_names(__name__, modules=__all__)

@@ -17,11 +17,12 @@ from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_infer.backends import registry
 from nxd_infer.cli import stop
 from nxd_infer.cli.ckpt_app import ckpt
+from nxd_infer.cli.load.options import LoadOptions
 from nxd_infer.cli.parameters import with_options, words
 from nxd_infer.cli.pipeline_app import pipeline
 from nxd_infer.errors import NxdError
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
-from nxd_infer.util.options import Option, command_options, declared, flag_of, problem_of
+from nxd_infer.util.options import Option, command_options, declared, flag_of, from_command, problem_of
 from nxd_models.serving.task_options import TaskOptions
 from nxd_server.settings import PREFIX, SOURCE, ServerSettings, load_settings
 
@@ -300,6 +301,34 @@ def port(
     that (a try around its import); else 0.
     """
     raise typer.Exit(cli.port.run(paths, as_json))
+
+
+@app.command(epilog="Example:  nxd-infer bench http://localhost:8000 --rate 4 --goodput ttft:500 --plot load.svg")
+@with_options(command_options(LoadOptions))
+def bench(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL|ARTIFACT", help="A server of OpenAI's routes, or what to serve.", show_default=False
+        ),
+    ],
+    **given: Any,
+) -> None:
+    """Send many completions to a server and show rates and latencies; exits 1 if a request failed."""
+    raise typer.Exit(cli.load.run.run(target, LoadOptions(**from_command(LoadOptions, given))))
+
+
+@app.command(epilog="Example:  nxd-infer top http://localhost:8000")
+def top(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A server of this package.")] = "http://localhost:8000",
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="The server's key.", show_envvar=True)
+    ] = None,
+    every: Annotated[float, typer.Option("--every", min=0.1, max=60, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and stop.")] = False,
+) -> None:
+    """Show in the terminal what a server is doing: tokens, queue, slots, buckets, ranks."""
+    cli.top.run(url, api_key, every, once)
 
 
 @app.command(epilog="Example:  nxd-infer doctor")

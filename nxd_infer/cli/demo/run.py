@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import http.client
 import json
 import math
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from nxd_infer import native
 from nxd_infer.cli import trace
 from nxd_infer.cli.console import console, duration, spinner, table, verbatim
 from nxd_infer.cli.demo import small, smollm2
-from nxd_infer.cli.demo.client import Answer, ServerError, stream_answer
 from nxd_infer.cli.demo.made import MODEL, Made, Question
+from nxd_infer.cli.load.served import server, wait_ready
+from nxd_infer.cli.load.streams import Server, ServerError, Stream
 from nxd_infer.errors import ArtifactError
-from nxd_infer.processes.child import ChildProcess, end_all, end_of_log
 from nxd_infer.processes.command import child_environment, python_module
 from nxd_infer.trace.request import tracing_backend
 from nxd_infer.util.ports import free_port
@@ -29,52 +29,21 @@ from nxd_models.registry import weights
 
 MARKER = ".nxd-infer-demo"
 """The file by which a demo knows the directory of an earlier one."""
-READY_TIMEOUT, STOP_TIMEOUT, LOAD_TIMEOUT = 120.0, 30.0, 180.0
+LOAD_TIMEOUT, ANSWER_TIMEOUT = 180.0, 60.0
 
 
-def ready(port: int) -> bool:
-    """Return whether ``/readyz`` answers 200 now."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/readyz")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
-
-
-@contextlib.contextmanager
-def server(artifact: Path, port: int, log: Path) -> Iterator[ChildProcess]:
-    """Run a server process inside the block; end it with SIGTERM, or SIGKILL if that does not work."""
-    command = python_module("nxd_infer.cli.main", "serve", str(artifact), "--port", str(port))
-    with log.open("wb") as output:
-        process = ChildProcess(command, environment=child_environment(), stdout=output, stderr=output)
-        try:
-            yield process
-        finally:
-            end_all([process], patience=STOP_TIMEOUT)
-
-
-def wait_ready(process: ChildProcess, port: int, log: Path) -> float:
-    """Return the seconds until the server is ready. Raises ServerError with the end of its log on timeout."""
-    start = time.monotonic()
-    while not ready(port):
-        if not process.running or time.monotonic() - start > READY_TIMEOUT:
-            state = "ended" if not process.running else f"is not ready after {READY_TIMEOUT:.0f} s"
-            raise ServerError(f"the server {state}; the end of its log:\n{end_of_log(log)}")
-        time.sleep(0.05)
-    return time.monotonic() - start
-
-
-def ask(port: int, questions: Sequence[Question]) -> list[Answer]:
+def ask(port: int, questions: Sequence[Question]) -> list[Stream]:
     """Send the questions one after another and print each answer as it streams in."""
-    answers = []
+    answers, answering = [], Server(f"http://127.0.0.1:{port}")
     for question in questions:
         console.print()
         verbatim(question.title, bold=True, end="\n")
         console.print(f"({question.note})", style="dim", markup=False)
-        answers.append(stream_answer(port, question.request, verbatim))
+        answers.append(
+            asyncio.run(asyncio.wait_for(answering.stream(question.request, write=verbatim), ANSWER_TIMEOUT))
+        )
+        if answers[-1].error or not answers[-1].times:
+            raise ServerError(answers[-1].error or "the answer is empty")
         console.print()
     return answers
 
@@ -164,7 +133,7 @@ def run_in(directory: Path, seconds: float | None, tp: int, backend: str, small_
     source = weights(made.directory)
     parameters = sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118  (it is not a mapping)
     console.print()
-    speeds = sorted(answer.tokens_per_second for answer in answers)
+    speeds = sorted(1 / max(answer.seconds_per_token, 1e-9) for answer in answers)
     firsts = sorted(answer.first_token for answer in answers)
     table(
         "What happened",

@@ -16,7 +16,7 @@ from tests.support import toy_artifacts as toy
 from tests.support.e2e.command import here, refused
 from tests.support.tiny_models import write_tiny
 
-COMMANDS = ("trace", "recompile", "serve", "generate", "verify", "doctor", "demo", "port")
+COMMANDS = ("trace", "recompile", "serve", "generate", "verify", "doctor", "demo", "port", "bench", "top")
 
 
 @pytest.fixture(scope="module")
