@@ -386,7 +386,7 @@ class GradReducer:
             if again:
                 self._launch(bucket)
                 bucket.result = bucket.pending.wait()
-            bucket.result.mul_(1.0 / self.degree)  # an expert's is a sum already, over the ranks whose tokens it had
+            bucket.result.mul_(1.0 / self.context.axis(bucket.axis).degree)
             bucket.pending = None
         self._expected, self._expected_ends = (max(1, count) for count in agreed[-2:])
         self._overlaps = not agreed[-3]

@@ -291,8 +291,9 @@ def param_is_not_shared(param: Tensor) -> bool:
 def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_group: bool = False) -> None:
     """Average gradients in place over the data parallel ranks, in at least float32, with one collective per dtype.
 
-    With expert parallel ranks it is over the ranks with the same experts; then with ``reduce_over_ep_group``, for the
-    other gradients, over those that share them. The optimizers of this package do this themselves.
+    With expert parallel ranks it is over the ranks with the same experts. Then a second call, for the gradients of all
+    but the experts and with ``reduce_over_ep_group``, is over the ranks that share these; an expert's own gradient is
+    their mean already, because it has had their tokens. The optimizers of this package do this themselves.
     """
     context = current_context()
     axis = "ep" if reduce_over_ep_group else "edp" if context.layout.ep > 1 else "dp"

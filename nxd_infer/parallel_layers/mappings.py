@@ -281,6 +281,26 @@ def reduce_scatter_to_sequence_parallel_region(
     return _move(x, _REDUCE_SCATTER, _GATHER, process_group, context, sequence_dimension or 0, reduce_dtype)
 
 
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, degree):
+        ctx.degree = degree
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] / ctx.degree, None
+
+
+def with_mean_gradient(x: Tensor, *, context: ParallelContext | None = None) -> Tensor:
+    """Return the weight ``x`` of experts unchanged, with its gradient divided by the expert parallel degree.
+
+    Its rank has the tokens of all of them, each weighted by the loss of its own rank, and the whole loss is their mean.
+    """
+    degree = (current_context() if context is None else context).ep.degree
+    return x if degree == 1 else _Divided.apply(x, degree)  # pyright: ignore[reportReturnType]
+
+
 def all_to_all(x: Tensor, process_group: object = "ep", *, context: ParallelContext | None = None) -> Tensor:
     """Send the i-th of equal pieces of x's first dimension to rank i; return theirs for this rank, in rank order."""
     return _move(x, _EXCHANGE, _EXCHANGE, process_group, context)

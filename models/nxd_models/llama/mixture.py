@@ -65,7 +65,9 @@ class ExpertWeights(ParallelLayer):
     def forward(self, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """Return the weighted sum of the results of each token's experts: this rank's part of it."""
         gate_up, down = (
-            self.logical(getattr(self, name), self.elements_of(cut.axis), cut.dimension)
+            mappings.with_mean_gradient(
+                self.logical(getattr(self, name), self.elements_of(cut.axis), cut.dimension), context=self.context
+            )
             for name, cut in self.cuts.items()
         )
         T, k = experts_Tk.shape

@@ -94,7 +94,7 @@ class ExpertFusedLinear(WeightAndBias):
         for name, axis in zip(("input_size", "output_size"), self._axes, strict=True):
             if isinstance(axis, AxisPlan):
                 self.require_divisible(name, axis)
-        weight = self._matrix()
+        weight = mappings.with_mean_gradient(self._matrix(), context=self.context)
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -103,6 +103,9 @@ class ExpertFusedLinear(WeightAndBias):
             return y if bias is None else y + bias.reshape(bias.shape[0], *[1] * (y.dim() - 2), -1)
         y = expert_linear(x, weight.transpose(1, 2), experts)
         return y if bias is None else y + bias[experts.clamp(min=0)]
+
+    def _shift(self) -> Tensor | None:
+        return None if self.bias is None else mappings.with_mean_gradient(self.bias, context=self.context)
 
     def extra_repr(self) -> str:
         return (
@@ -134,7 +137,7 @@ class ExpertFusedColumnParallelLinear(ExpertFusedLinear):
             x = mappings.copy_to_tensor_model_parallel_region(
                 x, self.axis, context=self.context, reduce_dtype=torch.float32
             )
-        return self._linear(x, experts, self.bias)
+        return self._linear(x, experts, self._shift())
 
 
 class ExpertFusedRowParallelLinear(ExpertFusedLinear):
@@ -154,7 +157,7 @@ class ExpertFusedRowParallelLinear(ExpertFusedLinear):
     def forward(self, x: Tensor, experts: Tensor | None = None) -> Tensor:
         """[E / ep, ..., in / tp] -> [E / ep, ..., out]; with ``experts`` [N] (of this rank, -1: zeros) rows."""
         here = {"process_group": self.axis, "context": self.context, "reduce_dtype": torch.float32}
-        bias = self.bias
+        bias = self._shift()
         if bias is not None:  # each rank adds an equal share, so that the sum over the ranks has it once
             bias = mappings.copy_to_tensor_model_parallel_region(bias, **here) / self.degree
         y = self._linear(x, experts, bias)

@@ -20,6 +20,7 @@ from nxd_infer.checkpoint.source import gather_weights, weight_source
 from nxd_infer.context import current_context
 from nxd_infer.layout import load_weights
 from nxd_infer.modules.moe import ExpertMLPs, MoE, RouterTopK
+from nxd_infer.parallel_layers import grads
 from nxd_infer.testing.compare import Reference, Training, compare_with, train_single
 from nxd_models.llama.config import Mixture
 from nxd_models.llama.model import CausalLM
@@ -103,6 +104,33 @@ def test_training_is_training_in_one_process(name):
 def alone(cases: list[tuple[Case, Reference]]) -> list[str]:
     parallel_state.destroy_model_parallel()
     return differences(cases)
+
+
+def by_hand(tp: int, ep: int) -> list[float]:
+    """Train without an optimizer of ours; the norms of the gradients, and the losses."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep)
+    torch.manual_seed(0)
+    model, found, dp = TinyMixtral(F64, 4, bias=True), [], current_context().dp
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(**mine(texts()))
+        loss.backward()
+        named = [(param.grad, getattr(param, "expert_model_parallel", False)) for param in model.parameters()]
+        grads.bucket_allreduce_gradients([grad for grad, _ in named])
+        grads.bucket_allreduce_gradients([grad for grad, expert in named if not expert], reduce_over_ep_group=True)
+        found.append(float(grads.clip_grad_norm(model.parameters(), 1.0)))
+        optimizer.step()
+        found.append(float(comm.all_reduce(loss.detach(), current_context(), "dp")) / dp.degree)
+    return found
+
+
+@pytest.mark.parametrize(("world", "tp", "ep"), [(2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2)])
+def test_a_loop_that_reduces_gradients_itself_trains_as_one_process(world: int, tp: int, ep: int):
+    (expected,) = run_ranks(by_hand, 1, 1, 1)
+    for found in run_ranks(by_hand, world, tp, ep):
+        assert found == pytest.approx(expected, abs=1e-6)
 
 
 def blocks_of_transformers() -> list[tuple[Any, bool]]:
