@@ -75,23 +75,27 @@ def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> P
     raw = raw_config(loaded)
     kinds = dtypes(recipe, here=chip is None)
     strategy = recipe.distributed_strategy
-    tp, pp = strategy.tensor_model_parallel_size, strategy.pipeline_model_parallel_size
+    tp, pp, dp = strategy.tensor_model_parallel_size, strategy.pipeline_model_parallel_size, recipe.data_parallel_size
+    ep = strategy.expert_model_parallel_size
     peft = recipe.model_alignment_strategy.peft
     moe = recipe.model.moe
     if moe is not None or any("swiglu" in text or "rmsnorm" in text for text in obstacles(loaded)):
-        total = trained = _formula(recipe, raw)
-        here, here_trained = total / (tp * pp), trained / (tp * pp)
-        active = _formula(recipe, raw, active=True)
+        experts = 1 if moe is None else moe.num_experts
+        total = trained = _formula(recipe, raw, experts)
+        here = here_trained = _formula(recipe, raw, experts / ep) / (tp * pp)
+        replica = total / (tp * pp)
+        active = _formula(recipe, raw, 1 if moe is None else moe.top_k)
     else:
         with naming_targets(loaded):
-            total, trained, _ = _counted(recipe, raw, 1, 1, peft)
-            _, _, stages = _counted(recipe, raw, tp, pp, peft)
-        here, here_trained = max(stages)
+            total, trained, _ = _counted(recipe, raw, peft)
+            stages = _counted(recipe, raw, peft, tp, pp)[2]
+            replica = max(stages)[1]
+            here, here_trained = max(stages if ep == 1 else _counted(recipe, raw, peft, tp, pp, ep)[2])
         active = total
-    dp = recipe.data_parallel_size
     width = kinds.weights.itemsize
     grad = 4 if kinds.fp32_grad_acc else width
-    state = (8 + (4 if kinds.master_weights else 0)) * here_trained
+    # With ZeRO-1 all data-parallel ranks share the state of one replica, whose experts they share anyhow.
+    state = (8 + (4 if kinds.master_weights else 0)) * (replica / dp if strategy.zero1 else here_trained)
     length, rows = recipe.seq_length, recipe.data.global_batch_size
     pairs = 2 if recipe.model_alignment_strategy.pairs is not None else 1
     passes = 2 if recipe.model.activations_checkpoint_granularity == "full" else 1
@@ -105,7 +109,7 @@ def plan_of(loaded: Loaded, chip: str | None = None, cpu_peak: float = 0.0) -> P
         degrees={"tp": tp, "pp": pp, "cp": strategy.context_parallel_size, "dp": dp},
         weights=here * width,
         gradients=here_trained * grad,
-        optimizer=state / (dp if strategy.zero1 else 1),
+        optimizer=state,
         activations=pairs * _activations(recipe, raw, kinds),
         rows=rows,
         tokens=pairs * rows * length,
@@ -135,10 +139,10 @@ def model_flops(
 
 
 def _counted(
-    recipe: Recipe, raw: Mapping[str, Any], tp: int, pp: int, peft: Peft | None
+    recipe: Recipe, raw: Mapping[str, Any], peft: Peft | None, tp: int = 1, pp: int = 1, ep: int = 1
 ) -> tuple[int, int, list[tuple[int, int]]]:
     """Return parameters, trained ones, and both for each pipeline rank, of the model of the first tensor rank."""
-    with use_context(make_context(tp * pp, 0, tp=tp, pp=pp)), torch.device("meta"):
+    with use_context(make_context(tp * pp * ep, 0, tp=tp, pp=pp, ep=ep)), torch.device("meta"):
         model = build(raw)
         options = PipelineOptions(pipeline_options(recipe))
         cuts = cuts_of(model, options, pp) if pp > 1 else []
@@ -157,8 +161,8 @@ def _counted(
     return total, trained, [(one, two) for one, two in found]
 
 
-def _formula(recipe: Recipe, raw: Mapping[str, Any], active: bool = False) -> float:
-    """Parameters of a decoder that is not built here; ``active``: those that a token meets."""
+def _formula(recipe: Recipe, raw: Mapping[str, Any], experts: float) -> float:
+    """Parameters of a decoder that is not built here, with so many experts in each layer."""
     model = recipe.model
     hidden, inner, layers = raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"]
     heads = raw["num_attention_heads"]
@@ -166,9 +170,6 @@ def _formula(recipe: Recipe, raw: Mapping[str, Any], active: bool = False) -> fl
     groups = raw.get("num_key_value_heads") or heads
     attention = hidden * width * (2 * heads + 2 * groups)
     matrices = 3 if model.activation in (None, "swiglu", "fast-swiglu", "silu", "geglu", "reglu") else 2
-    experts = 1
-    if model.moe is not None:
-        experts = model.moe.top_k if active else model.moe.num_experts
     router = hidden * model.moe.num_experts if model.moe is not None else 0
     embedding = raw["vocab_size"] * hidden * (1 if raw.get("tie_word_embeddings") else 2)
     return layers * (attention + matrices * hidden * inner * experts + router + 2 * hidden) + embedding + hidden

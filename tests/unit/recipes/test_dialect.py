@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import MixtralConfig
 
 from nxd_infer.cli.train import trace_arguments
 from nxd_infer.errors import RecipeError
 from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.models import obstacles
-from nxd_infer.recipes.plan import plan_of
+from nxd_infer.recipes.plan import Plan, plan_of
 from nxd_infer.recipes.recipe import Loaded, check, load
 from nxd_infer.recipes.schema import Recipe
 from nxd_infer.recipes.yaml_text import parse_yaml
@@ -110,6 +112,36 @@ def test_what_cannot_be_trained_here_is_said():
         found = obstacles(loaded(name, *more))
         assert any(word in one and re.search(r"(\.yaml:\d+|command line): ", one) for one in found), found
     assert not any(obstacles(loaded(name)) for name in ("lora", "dpo", "llama_70b", "mixtral"))
+
+
+MIXTURE = """name: mixture
+trainer: {{devices: 4, max_steps: 1}}
+distributed_strategy: {{expert_model_parallel_size: {ep}, zero1: {zero1}}}
+data: {{train_dir: x, seq_length: 16, global_batch_size: 4}}
+model: {{model_config: {folder}, {moe}}}
+precision: {{type: fp32}}
+"""
+
+
+@pytest.mark.parametrize("moe", ["", "moe: {num_experts: 4, top_k: 2}"], ids=["counted", "formula"])
+def test_experts_are_counted_where_they_are(moe: str, tmp_path: Path):
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    MixtralConfig(vocab_size=64, num_hidden_layers=2, num_local_experts=4, **sizes).save_pretrained(tmp_path)
+
+    def plan(ep: int, zero1: bool) -> Plan:
+        return plan_of(check(parse_yaml(MIXTURE.format(ep=ep, zero1=zero1, moe=moe, folder=tmp_path), "r.yaml")))
+
+    half = 4 * 2 * (3 * 32 * 24 * 4) / 2  # float32, two layers
+    alone, shared = (plan(ep, zero1=False) for ep in (1, 2))
+    assert alone.parameters == shared.parameters
+    for name, copies in (("weights", 1), ("gradients", 1), ("optimizer", 2)):
+        assert getattr(alone, name) - getattr(shared, name) == copies * half
+    assert plan(1, zero1=True).optimizer == plan(2, zero1=True).optimizer == alone.optimizer / 4
 
 
 def test_its_plan_counts_the_adapters():
