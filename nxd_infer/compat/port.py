@@ -19,6 +19,7 @@ from typing import NamedTuple
 from nxd_infer.compat.names import OLD, ROOTS, Module
 from nxd_infer.compat.uses import Unreadable, Use, uses_in
 from nxd_infer.compat.views import View, is_old, our_module
+from nxd_infer.util.also_called import refused_value
 from nxd_infer.util.suggest import did_you_mean
 
 STATUSES = {
@@ -105,7 +106,7 @@ def _files(path: Path) -> Iterator[Path]:
 def _rows(file: str, uses: Iterable[Use]) -> list[Row]:
     together: dict[Verdict, list[Use]] = {}
     for use in uses:
-        found = verdict(use.name)
+        found = Verdict(use.name, "unreadable", use.problem) if use.problem else verdict(use.name)
         if found.name == use.name and found.status not in STOPS and (why := _refused(use)):
             found = Verdict(use.name, "refused", why)
         together.setdefault(found, []).append(use)
@@ -164,16 +165,18 @@ def _instead(root: str, path: str, name: str) -> str:
 def _refused(use: Use) -> str:
     """Return why the call cannot be made, as far as the signature tells; "" if it can."""
     path, _, name = use.name.rpartition(".")
-    try:
-        signature = inspect.signature(getattr(View(path), name)) if is_old(path) else None
-    except (AttributeError, TypeError, ValueError):  # it has none
+    called = getattr(View(path), name, None) if is_old(path) else None
+    if called is None:
         return ""
     try:
-        if signature is not None:
-            signature.bind_partial(*[None] * use.positional, **dict.fromkeys(use.keywords))
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # it has none
+        return ""
+    try:
+        signature.bind_partial(*[None] * use.positional, **use.keywords)
     except TypeError as error:
         return str(error)
-    return ""
+    return refused_value(called, use.keywords)
 
 
 def table() -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import tokenize
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 IMPORT_ERRORS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 """What a ``try`` catches that expects an import to fail."""
+COMMAND = re.compile(r"^(\s*(?:\w+\s*=\s*)?)[!%].*")
+"""A line of a notebook that is for its shell, perhaps into a variable."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,10 @@ class Use:
     guarded: bool = False
     """An import that may fail: its ``try`` catches that."""
     positional: int = 0
-    """Arguments of a call, 0 if their number is not known; and the names of its keyword arguments."""
-    keywords: tuple[str, ...] = ()
+    """Arguments of a call, 0 if their number is not known; and its keyword arguments, ``...`` for what is no literal."""
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    """Why a cell of a notebook, of which this stands for all uses, was not read."""
 
 
 class Unreadable(ValueError):
@@ -45,25 +50,24 @@ def uses_in(path: Path, packages: Collection[str]) -> list[Use]:
 
 
 def _of_notebook(cells: Any, packages: Collection[str]) -> list[Use]:
-    """One program of all cells, because names live on; what is no Python in it is left out, such as shell commands."""
+    """One program of all cells, because names live on, without shell commands. A cell that is no Python is one use."""
     body: list[ast.stmt] = []
+    unread: list[Use] = []
     places: list[tuple[int, int]] = [(0, 0)]  # of each line of the whole: its cell, and its number there
     for number, cell in enumerate(cells, 1):
         text = "".join(cell["source"])
         if cell["cell_type"] != "code" or text.lstrip().startswith("%%"):
             continue
-        lines = text.splitlines()
-        for place, line in enumerate(lines):
-            if (command := line.lstrip()).startswith(("!", "%")):
-                lines[place] = line.removesuffix(command) + "pass"
+        lines = [COMMAND.sub(r"\1None", line) for line in text.splitlines()]
         try:
             tree = ast.parse("\n".join(lines))
-        except SyntaxError:
+        except SyntaxError as error:
+            unread.append(Use("(the cell)", error.lineno or 1, number, problem=error.msg))
             continue
         body += ast.increment_lineno(tree, len(places) - 1).body  # pyright: ignore[reportAttributeAccessIssue]
         places += [(number, line) for line in range(1, len(lines) + 1)]
     found = _uses(ast.Module(body, []), packages)
-    return [replace(use, cell=places[use.line][0], line=places[use.line][1]) for use in found]
+    return [*unread, *(replace(use, cell=places[use.line][0], line=places[use.line][1]) for use in found)]
 
 
 def _uses(tree: ast.Module, packages: Collection[str]) -> list[Use]:
@@ -109,7 +113,7 @@ def _uses(tree: ast.Module, packages: Collection[str]) -> list[Use]:
         parts.update(ast.walk(of))
         if isinstance(node, ast.Call):
             count = 0 if any(isinstance(one, ast.Starred) for one in node.args) else len(node.args)
-            keywords = tuple(one.arg for one in node.keywords if one.arg is not None)
+            keywords = {one.arg: _literal(one.value) for one in node.keywords if one.arg is not None}
             found.append(Use(name, node.lineno, positional=count, keywords=keywords))
         elif isinstance(node, ast.Attribute):
             found.append(Use(name, node.lineno))
@@ -120,6 +124,14 @@ def _expects_failure(node: Any) -> bool:
     """Return whether a ``try`` catches that an import in it fails."""
     caught = [one for handler in node.handlers for one in ast.walk(handler.type or ast.Name("Exception"))]
     return any(isinstance(one, ast.Name) and one.id in IMPORT_ERRORS for one in caught)
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal, ``...`` for any other expression."""
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return ...
 
 
 def _imports(node: ast.AST) -> Iterator[tuple[str, str, str]]:

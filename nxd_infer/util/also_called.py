@@ -12,6 +12,19 @@ from nxd_infer.errors import ParallelConfigError
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def refusal(neutral: Mapping[str, Any], name: str, value: Any) -> str:
+    """Say that a keyword is not taken with this value; "" if it is."""
+    if name not in neutral or value == neutral[name]:
+        return ""
+    return f"{name}={value!r} is not supported: leave it out, or pass {neutral[name]!r}"
+
+
+def refused_value(function: Any, given: Mapping[str, Any]) -> str:
+    """Say which keyword argument a function or class refuses because of its value, ``...`` if that is not known."""
+    neutral = getattr(function.__init__ if isinstance(function, type) else function, "_neutral", {})
+    return next(filter(None, (refusal(neutral, name, value) for name, value in given.items() if value is not ...)), "")
+
+
 def also_called(
     order: str = "",
     when: Callable[[Sequence[Any]], bool] = lambda given: False,
@@ -40,16 +53,15 @@ def also_called(
                     raise TypeError(f"{function.__qualname__}() got {renamed[name]!r} twice, also as {name!r}")
                 if name in renamed:
                     kwargs[renamed[name]] = value
-                elif name in neutral and value != neutral[name]:
-                    raise ParallelConfigError(
-                        f"{name}={value!r} is not supported: leave it out, or pass {more[name]!r}"
-                    )
+                elif problem := refusal(neutral, name, value):
+                    raise ParallelConfigError(problem)
             return function(*args, **kwargs)
 
         own = inspect.signature(function)
         added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=more[name]) for name in more]
         kept = list(own.parameters.values())
         at = next((i for i, one in enumerate(kept) if one.kind is one.VAR_KEYWORD), len(kept))
+        vars(call)["_neutral"] = neutral
         call.__signature__ = own.replace(parameters=[*kept[:at], *added, *kept[at:]])  # pyright: ignore
         return call  # pyright: ignore[reportReturnType]
 

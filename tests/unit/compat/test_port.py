@@ -78,12 +78,14 @@ def test_a_call_that_passes_what_is_not_taken(tmp_path):
     text = f"from {LAYERS} import RowParallelLinear as R, SPMDRank\n{{}}\nSPMDRank(*x, **y)"
     for call, said in {
         "R(4, 4, bais=True)": "got an unexpected keyword argument 'bais'",
+        "R(4, 4, rank_ordering=[1, 2])": "rank_ordering=[1, 2] is not supported: leave it out, or pass None",
         "R(1, 2, 3, 4, 5, 6, 7, 8, 9)": "too many positional arguments",
     }.items():
         (tmp_path / "a.py").write_text(text.format(call))
         rows = examine([tmp_path])[1]
         assert [(row.lines, row.text) for row in rows if row.status == "refused"] == [(("2",), said)]
-    assert {status for status, _ in found(tmp_path, text.format("R(4, 4, bias=True)")).values()} == {"works"}
+    for call in ("R(4, 4, bias=True)", "R(4, 4, rank_ordering=None)", "R(4, 4, rank_ordering=order)"):
+        assert {status for status, _ in found(tmp_path, text.format(call)).values()} == {"works"}
 
 
 def test_a_call_of_what_only_a_device_has(tmp_path):
@@ -102,11 +104,12 @@ def test_a_try_expects_an_import_to_fail(tmp_path):
 
 def test_a_notebook_is_one_program_and_lines_are_those_of_its_cells(tmp_path):
     cells = [("code", f"!pip install x\nimport {LAYERS} as l\n"), ("markdown", "l.nowhere"), ("code", "%%bash\nl.no"),
-             ("code", "%time x = 1\nif x:\n    !ls\nl.SPMDRank")]  # fmt: skip
+             ("code", "%time x = 1\nif x:\n    files = !ls\nl.SPMDRank"), ("code", "x\nl.no more")]  # fmt: skip
     notebook = {"cells": [{"cell_type": kind, "source": text.splitlines(True)} for kind, text in cells]}
     (tmp_path / "a.ipynb").write_text(json.dumps(notebook))
     rows = {row.name: row.lines for row in examine([tmp_path / "a.ipynb"])[1]}
-    assert rows == {LAYERS: ("cell 1, 2",), f"{LAYERS}.SPMDRank": ("cell 4, 4",)}
+    assert rows == {"(the cell)": ("cell 5, 2",), LAYERS: ("cell 1, 2",), f"{LAYERS}.SPMDRank": ("cell 4, 4",)}
+    assert here("port", "--json", tmp_path / "a.ipynb").status == 1
 
 
 def test_folders_the_programs_own_packages_and_files_that_cannot_be_read(tmp_path):
