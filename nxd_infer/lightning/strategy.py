@@ -445,7 +445,8 @@ class RankLauncher(_SubprocessScriptLauncher):
             )
         for number in range(1, self.num_processes):
             environment = {**os.environ, **self._variables(number)}
-            command = _basic_subprocess_cmd()  # this program, once more
+            command = list(_basic_subprocess_cmd())  # this program, once more
+            command[1:1] = compat.DOOR
             self.procs.append(subprocess.Popen(command, env=environment))  # nosec B603
 
 
