@@ -23,6 +23,7 @@ import importlib.machinery
 import importlib.util
 import multiprocessing.spawn
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,11 +32,14 @@ from typing import Any
 
 from nxd_infer.compat.names import ROOTS
 from nxd_infer.compat.removed import RemovedNamesFinder, give_back
-from nxd_infer.compat.views import View, is_old, is_view, our_module, our_path
+from nxd_infer.compat.views import View, is_old, is_view, modules_below, our_module, our_path
 from nxd_infer.errors import NxdError
+from nxd_infer.util.suggest import did_you_mean
 
 ALIAS = "neuronx_distributed"
 XLA = "torch_xla"
+DOOR: list[str] = []
+"""What stands before the script in the command that runs it again: ``-m nxd_infer.compat`` if that has begun it."""
 
 
 class AliasError(NxdError, ImportError):
@@ -64,10 +68,11 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
         if below and not _is_alias(parent):
             return None  # of a real package
         if not is_old(fullname):
-            place = our_path(fullname)
+            place, (_, _, last) = our_path(fullname), fullname.rpartition(".")
             looked = f" was looked for as {place}, which this package does not have"
+            near = did_you_mean(last, modules_below(parent))
             raise ModuleNotFoundError(
-                f"{fullname}{looked if place else ' has nothing of its kind here'}", name=fullname
+                f"{fullname}{looked if place else ' has nothing of its kind here'}{near}", name=fullname
             )
         ours = None if is_view(fullname) else our_module(fullname)
         found = None if ours is None else importlib.util.find_spec(ours)
@@ -116,7 +121,10 @@ def install(*, force: bool = False) -> None:
         )
     for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
         del sys.modules[name]
-    os.environ.setdefault("USE_TORCH_XLA", "0")  # read by accelerate, which imports it to see whether it is there
+    if "USE_TORCH_XLA" not in os.environ:  # read by accelerate and transformers when they are imported
+        os.environ["USE_TORCH_XLA"] = "0"
+        if (asked := sys.modules.get("transformers.utils.import_utils")) is not None:
+            vars(asked)["USE_TORCH_XLA"] = "0"  # what it looks at whenever it asks for torch_xla
     sys.meta_path[:0] = [_AliasFinder(ALIAS), RemovedNamesFinder()]
     give_back()
     sys.meta_path.append(_AliasFinder(*(ROOTS.keys() - {ALIAS})))  # asked when no other finder knows a name
@@ -175,8 +183,14 @@ def main() -> None:
     if not Path(sys.argv[1]).exists():
         raise SystemExit(f"there is no {sys.argv[1]!r}; {usage}")
     install()
+    DOOR[:] = "-m", __name__
     sys.argv = sys.argv[1:]
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         # For `-m` Python puts the current directory first; a script expects its own directory.
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except ImportError as error:
+        if match := re.match(r"cannot import name '(\w+)'", error.msg):
+            error.msg += did_you_mean(match[1], dir(sys.modules.get(error.name or "")))
+        raise

@@ -34,6 +34,7 @@ _MODULES = {
     f"{_XLA}.metrics": "torch_xla.debug.metrics",
     f"{_XLA}.parallel_loader": "torch_xla.distributed.parallel_loader",
     f"{_XLA}.runtime": "torch_xla.runtime",
+    f"{_XLA}.serialization": "torch_xla.utils.serialization",
     f"{_XLA}.spawning": "torch_xla.distributed.xla_multiprocessing",
     f"{_XLA}.tpu": "torch_xla._internal.tpu torch_xla.experimental.tpu",
     f"{_XLA}.xla_model": "torch_xla.core.xla_model",

@@ -27,7 +27,7 @@ class Use:
     guarded: bool = False
     """An import that may fail: its ``try`` catches that."""
     positional: int = 0
-    """Arguments of a call, 0 if their number is not known; and its keyword arguments, ``...`` for what is no literal."""
+    """Arguments of a call, 0 if their number is not known; and those by keyword, ``...`` for what is no literal."""
     keywords: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
     """Why a cell of a notebook, of which this stands for all uses, was not read."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
 from nxd_infer.compat.names import OLD, ROOTS, Module
 from nxd_infer.errors import DeviceOnlyError
+from nxd_infer.util.suggest import did_you_mean
 
 
 def our_path(path: str) -> str | None:
@@ -28,6 +30,14 @@ def our_module(path: str) -> str | None:
         return ours if ours is not None and importlib.util.find_spec(ours) is not None else None
     except ModuleNotFoundError:
         return None
+
+
+def modules_below(path: str) -> set[str]:
+    """Return the names of the modules in the old ``path``."""
+    ours = our_module(path)
+    folders = getattr(importlib.import_module(ours), "__path__", ()) if ours else ()
+    old = {one.removeprefix(f"{path}.").partition(".")[0] for one in (*OLD, *ROOTS) if one.startswith(f"{path}.")}
+    return old | {module.name for module in pkgutil.iter_modules(folders)}
 
 
 def is_view(path: str) -> bool:
@@ -63,7 +73,8 @@ class View(ModuleType):
                 raise AttributeError("this package has nothing of that name")
             return getattr(importlib.import_module(place[0]), place[1])
         except (AttributeError, ImportError) as error:  # one cause of the latter: a package that is not installed
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}: {error}") from error
+            near = "" if name.startswith("_") else did_you_mean(name, dir(self))
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}: {error}{near}") from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         place = self._place(name)
@@ -80,10 +91,9 @@ class View(ModuleType):
             delattr(importlib.import_module(place[0]), place[1])
 
     def __dir__(self) -> list[str]:
-        here = f"{self.__name__}."
-        below = {old.removeprefix(here).partition(".")[0] for old in OLD if old.startswith(here)}
         ours = dir(importlib.import_module(self._ours)) if self._ours else ()
-        return sorted({*vars(self), *self._table.names, *self._table.device, *below, *ours} - {"_table", "_ours"})
+        named = {*vars(self), *self._table.names, *self._table.device}
+        return sorted({*named, *modules_below(self.__name__), *ours} - {"_table", "_ours"})
 
     def _place(self, name: str) -> tuple[str, str] | None:
         """Return the module here and the attribute in it that stand for ``name``."""

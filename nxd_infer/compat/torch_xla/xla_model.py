@@ -100,6 +100,13 @@ def _each(function: Callable[[Tensor], Tensor], value: Any, output: Any) -> Any:
     return function(value) if output is None else output.copy_(function(value))
 
 
+def _require_pieces(function: str, name: str, x: Tensor, dim: int, count: int, group: Axis) -> None:
+    """Raise CollectiveError unless ``count`` is the number of the group's ranks, and divides the dimension."""
+    if count != group.degree:
+        raise CollectiveError(f"{function}: {name} is {count}, but the group has {group.degree} ranks")
+    check_divisible(x, check_dim(x, dim, function), count, function)
+
+
 def all_reduce(
     reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups = None, pin_layout: bool = True
 ) -> Any:
@@ -143,14 +150,31 @@ def reduce_scatter(
     """
 
     group = _transport(groups)[1]
-    if shard_count != group.degree:
-        raise CollectiveError(f"reduce_scatter: shard_count is {shard_count}, but the group has {group.degree} ranks")
 
     def scatter(x: Tensor) -> Tensor:
-        check_divisible(x, check_dim(x, scatter_dim, "reduce_scatter"), shard_count, "reduce_scatter")
+        _require_pieces("reduce_scatter", "shard_count", x, scatter_dim, shard_count, group)
         return _reduced(reduce_type, x, groups).chunk(shard_count, scatter_dim)[group.rank] * scale
 
     return _each(scatter, input, output)
+
+
+def all_to_all(
+    value: Tensor,
+    split_dimension: int,
+    concat_dimension: int,
+    split_count: int,
+    groups: Groups = None,
+    pin_layout: bool = True,
+) -> Tensor:
+    """Send the i-th of ``split_count`` equal pieces along ``split_dimension`` to the group's i-th rank.
+
+    Returns theirs for this rank, one after the other along ``concat_dimension``. Raises CollectiveError as
+    :func:`reduce_scatter` does.
+    """
+    transport, group = _transport(groups)
+    _require_pieces("all_to_all", "split_count", value, split_dimension, split_count, group)
+    pieces = torch.stack(value.detach().chunk(split_count, split_dimension))
+    return torch.cat(transport.all_to_all(pieces, "tp").unbind(), concat_dimension)
 
 
 def collective_permute(value: Tensor, pairs: Sequence[Sequence[int]]) -> Tensor:

@@ -63,6 +63,8 @@ def each_collective() -> None:
         assert torch.equal(both[0], torch.cat(parts)) and both[1].dtype == torch.int32
         piece = stacked.sum(0).chunk(count, 1)[place] / count
         close(xm.reduce_scatter(xm.REDUCE_SUM, x, 1 / count, 1, count, groups, pin_layout=False), piece)
+        swapped = torch.cat([part.chunk(count, 1)[place] for part in parts])
+        assert torch.equal(xm.all_to_all(x, 1, 0, count, groups, pin_layout=False), swapped)
         output = torch.empty_like(piece)
         assert xm.reduce_scatter(xm.REDUCE_SUM, x, 1.0, -1, count, groups, output=output) is output
         close(output, piece * count)
@@ -74,15 +76,18 @@ def each_collective() -> None:
     assert half.dtype == torch.bfloat16 and half[0] == world * (1 + 2**-7)
     count = xm.all_reduce(xm.REDUCE_SUM, torch.tensor([2**24 + 1]))  # more than float32 can tell apart
     assert count.dtype == torch.int64 and count.item() == world * (2**24 + 1)
+    everyone = gathered(x, list(range(world)), None)
     with tempfile.TemporaryDirectory() as folder:
         path = xm.rendezvous("path", str(folder).encode())[0].decode() + "/x.pt"
         if rank == 0:
             xm.save({"x": x}, path, master_only=False)  # waits for nobody: programs call it on one rank
         xm.rendezvous("saved")
         assert torch.load(path)["x"].shape == x.shape
+        xser = xla("utils.serialization")
+        xser.save({"x": x, "of": [rank]}, path)
+        assert xser.load(path)["of"] == [0] and torch.equal(xser.load(path)["x"], everyone[0])
         xm.rendezvous("loaded")
     moved = xm.collective_permute(x, [[here, here + 1] for here in range(world - 1)])
-    everyone = gathered(x, list(range(world)), None)
     assert torch.equal(moved, everyone[rank - 1] if rank else torch.zeros_like(x))
     module = torch.nn.BatchNorm1d(3)
     torch.nn.init.constant_(module.weight, float(rank + 1))
@@ -186,3 +191,24 @@ def test_a_script_trains_as_plain_pytorch_does(launcher: list[str], spawned: int
     found = torch.load(tmp_path / "found.pt")
     assert found["losses"] == pytest.approx(alone(), abs=1e-6), json.dumps(found)
     assert found["before"] == [0, 0, ranks, ranks] and found["backend"] == "gloo"
+
+
+TRAINER = """
+import transformers
+from nxd_infer import compat
+compat.install()
+import neuronx_distributed, torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 2
+args = TrainingArguments("out", max_steps=1, report_to="none", save_strategy="no")
+Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=rows).train()
+print(args.device)
+"""
+
+
+def test_the_trainer_of_transformers_that_was_imported_first_is_on_the_cpu(tmp_path: Path):
+    kept = {name: value for name, value in os.environ.items() if name != "USE_TORCH_XLA"}
+    run = [sys.executable, "-c", TRAINER]
+    done = subprocess.run(run, cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=250)
+    assert done.stdout.endswith("cpu\n"), done.stderr[-3000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,23 @@ def test_a_module_that_is_absent_is_named_under_both_names():
     compat.uninstall()
     with pytest.raises(ModuleNotFoundError, match="No module named 'neuronx_distributed'"):
         importlib.import_module("neuronx_distributed")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import neuronx_distributed.parallel_layer.layers", "did you mean parallel_layers?"),
+        ("import torch_xla.core.xla_modle", "did you mean xla_model?"),
+        ("from neuronx_distributed.parallel_layers.layers import RowParallelLiner", "did you mean RowParallelLinear?"),
+        ("import torch_xla.core.xla_model as xm; xm.mark_stpe()", "did you mean mark_step?"),
+    ],
+)
+def test_a_misspelt_name_gets_the_right_one(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.py").write_text(text)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "argv", ["compat", str(tmp_path / "a.py")])
+    with pytest.raises((ImportError, AttributeError), match=re.escape(said)):
+        compat.main()
 
 
 def test_a_function_is_found_before_the_module_of_its_name():
