@@ -48,7 +48,7 @@ class Arguments(BaseModel):
 def checked(arguments: Arguments) -> ServerSettings:
     """The server's settings on this node. Raises SettingsError for those that do not go with replicas."""
     own = {"threads_per_rank": arguments.per_rank} if arguments.resource == "CPU" else {}
-    settings = load_settings(**{**own, **arguments.settings})
+    settings = load_settings(**{"host": "0.0.0.0", **own, **arguments.settings})  # Ray's proxies listen for others
     if settings.admin() is not None:
         raise SettingsError(
             "admin_key opens routes that change one replica, and the others would go on with other weights: unset it "

@@ -7,8 +7,10 @@ and a test compares the table in ``docs/settings.md`` with them. No ``repr``, lo
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +74,29 @@ def adapter_paths(name: str, given: list[str]) -> list[str]:
     return given
 
 
+def origins(name: str, given: list[str]) -> list[str]:
+    for origin in given:
+        if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+", origin):
+            raise SettingsError(f"{name}: {origin!r} is not an origin, such as https://chat.example.org, nor *")
+    return given
+
+
+def networks(name: str, given: list[str]) -> list[str]:
+    for network in given:
+        try:
+            if network != "*":
+                ipaddress.ip_network(network)
+        except ValueError as error:
+            raise SettingsError(f"{name}: {error}; list addresses, networks, or *") from None
+    return given
+
+
+def prefix(name: str, path: str) -> str:
+    if not re.fullmatch(r"(/[\w.~-]+)+", path) or path in ("/v1", "/v2"):
+        raise SettingsError(f"{name} {path!r} is not the beginning of a path of its own, such as /llm")
+    return path
+
+
 def directory(name: str, root: Path) -> Path:
     if not root.is_dir():
         raise SettingsError(f"{name} {str(root)!r} is not a directory")
@@ -100,6 +125,7 @@ def seconds(group: str, default: float | None, help: str, *, above: float | None
 
 
 ADDRESS = "Address and name"
+DOORS = "TLS, proxies, pages of other origins"
 KEYS = "Keys"
 GENERATION = "Generation"
 WEIGHTS = "Weights and adapters"
@@ -128,7 +154,31 @@ class ServerSettings:
         repeats=True,
         check=names,
     )
-    page: bool = setting(ADDRESS, True, "Serve the page at /: chat, completion, embeddings, live plots.")
+    page: bool = setting(ADDRESS, True, "Serve the pages at / (chat, completion, embeddings, live plots) and /docs.")
+    ssl_certfile: Path | None = setting(
+        DOORS, None, "PEM file of the certificate and its chain, for TLS; read again once it has changed.", kind=Path
+    )
+    ssl_keyfile: Path | None = setting(DOORS, None, "PEM file with the certificate's key.", kind=Path)
+    ssl_keyfile_password: str | None = setting(DOORS, None, "Password of the key.", kind=str, secret=True)
+    root_path: str | None = setting(
+        DOORS, None, "Beginning of all paths at a proxy, which may strip it: `/llm`.", kind=str, check=prefix
+    )
+    forwarded_allow_ips: list[str] = setting(
+        DOORS,
+        [],
+        "Proxies whose `X-Forwarded-For` is believed: addresses, networks, or `*`; by default FORWARDED_ALLOW_IPS.",
+        kind=list[str],
+        check=networks,
+    )
+    allowed_origins: list[str] = setting(
+        DOORS,
+        [],
+        "Origins whose pages may use the server in a browser (CORS): `https://chat.example.org`, or `*` for all.",
+        kind=list[str],
+        repeats=True,
+        flag="--allowed-origin",
+        check=origins,
+    )
     api_keys: list[str] = setting(
         KEYS,
         [],

@@ -23,6 +23,7 @@ from nxd_infer.errors import NxdError
 from nxd_infer.util.memory import keep_little
 from nxd_server.api_keys import read_keys
 from nxd_server.app.models import Models, plan
+from nxd_server.http.certificate import Certificate, certificate_of
 from nxd_server.http.listener import bind
 from nxd_server.http.ops import logs
 from nxd_server.settings import ServerSettings, unknown_variables
@@ -83,20 +84,22 @@ def serve_service(settings: ServerSettings, make_models: Callable[[Callable[[str
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         read_keys(settings)
+        certificate = certificate_of(settings)
         listener = bind(settings.host, settings.port, settings.connection_timeout)
     except NxdError as error:
         logger.error("%s", error)
         return 1
     with listener:
-        return asyncio.run(_Run(settings, listener).main(make_models))
+        return asyncio.run(_Run(settings, listener, certificate).main(make_models))
 
 
 class _Run:
     """One run of the server, from the first answer to the exit status."""
 
-    def __init__(self, settings: ServerSettings, listener: socket.socket):
+    def __init__(self, settings: ServerSettings, listener: socket.socket, certificate: Certificate | None):
         self._settings = settings
         self._listener = listener
+        self._certificate = certificate
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._failed = asyncio.Event()
@@ -117,7 +120,7 @@ class _Run:
         models.start()  # the ranks import and load while this process imports the HTTP layer
         from nxd_server.http.server import make_server  # slow: uvicorn and FastAPI
 
-        app, server = make_server(models, self._settings)
+        app, server = make_server(models, self._settings, self._certificate)
         self._reload = app.state.context.keys.reload
         gc.freeze()  # nor scan them during requests: a full collection took 30 ms
         gc.enable()
@@ -125,7 +128,7 @@ class _Run:
         shown = f"[{host}]" if ":" in host else host
         await asyncio.sleep(0)  # lets a failure that happened meanwhile arrive
         if not self._failed.is_set():
-            logger.info("listening on http://%s:%d", shown, port)
+            logger.info("listening on http%s://%s:%d", "s" if self._certificate else "", shown, port)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         await _first(serving, self._stop, self._failed)
         graceful = not self._failed.is_set() and not serving.done()

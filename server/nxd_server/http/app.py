@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 from nxd_infer.util.version import VERSION
@@ -19,6 +21,7 @@ from nxd_server.http.openai.embeddings import classify, embeddings
 from nxd_server.http.openai.pooling import pooling
 from nxd_server.http.openai.schemas import ChatBody, ClassifyBody, CompletionBody, EmbeddingBody, PoolingBody
 from nxd_server.http.openai.scoring import RerankBody, ScoreBody, rerank, score
+from nxd_server.http.openapi import about, document
 from nxd_server.http.ops import health
 from nxd_server.http.page.files import add_page
 from nxd_server.http.predict import PredictBody, predict
@@ -43,59 +46,78 @@ def create_app(served: Models, settings: ServerSettings) -> FastAPI:
     app = FastAPI(
         title="nxd_infer",
         version=VERSION,
-        docs_url=None,  # the page would load scripts from another site
+        docs_url=None,  # FastAPI's page would load scripts from another site
         redoc_url=None,
         redirect_slashes=False,
+        root_path=settings.root_path or "",
         separate_input_output_schemas=False,
     )
     context = app.state.context = Context(served, settings)
+    app.state.bodies = []
     app.add_middleware(RequestMiddleware, context=context)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id", "x-weight-version"],
+        )
     app.add_exception_handler(HTTPException, _http_exception)
 
-    _post(app, "/v1/completions", CompletionBody, completions)
-    _post(app, "/v1/chat/completions", ChatBody, chat)
-    _post(app, "/v1/responses", responses.ResponsesBody, responses.responses)
-    _get(app, "/v1/responses/{response_id}", responses.get_response)
-    _get(app, "/v1/responses/{response_id}/input_items", responses.list_input_items)
-    app.add_api_route("/v1/responses/{response_id}", responses.delete_response, methods=["DELETE"], response_model=None)
-    _post(app, "/v1/messages", anthropic.MessagesBody, anthropic.messages)
-    _post(app, "/v1/messages/count_tokens", anthropic.CountBody, anthropic.count_tokens)
-    _post(app, "/v1/embeddings", EmbeddingBody, embeddings)
+    _post(app, "/v1/completions", CompletionBody, completions, "Completion", "Completion")
+    _post(app, "/v1/chat/completions", ChatBody, chat, "ChatCompletion", "ChatChunk")
+    _post(app, "/v1/responses", responses.ResponsesBody, responses.responses, "ResponseObject", "ResponseEvent")
+    _get(app, "/v1/responses/{response_id}", responses.get_response, "ResponseObject")
+    _get(app, "/v1/responses/{response_id}/input_items", responses.list_input_items, "ResponseItems")
+    _route(app, "DELETE", "/v1/responses/{response_id}", responses.delete_response, about("Deleted"))
+    _post(app, "/v1/messages", anthropic.MessagesBody, anthropic.messages, "Message", "MessageEvent")
+    _post(app, "/v1/messages/count_tokens", anthropic.CountBody, anthropic.count_tokens, "MessageTokens")
+    _post(app, "/v1/embeddings", EmbeddingBody, embeddings, "Embeddings")
     for path in ("/v1/classify", "/classify"):
-        _post(app, path, ClassifyBody, classify)
+        _post(app, path, ClassifyBody, classify, "Classes")
     for path in ("/v1/pooling", "/pooling"):
-        _post(app, path, PoolingBody, pooling)
+        _post(app, path, PoolingBody, pooling, "Pooled")
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
-        _post(app, path, RerankBody, rerank)
+        _post(app, path, RerankBody, rerank, "Ranking")
     for path in ("/v1/score", "/score"):
-        _post(app, path, ScoreBody, score)
-    _post(app, "/v1/predict", PredictBody, predict)
-    _post(app, "/tokenize", tokenize.TokenizeBody, tokenize.tokenize, ready=False)
-    _post(app, "/detokenize", tokenize.DetokenizeBody, tokenize.detokenize, ready=False)
-    app.add_api_route("/invocations", invocations, methods=["POST"], response_model=None)
+        _post(app, path, ScoreBody, score, "Scores")
+    _post(app, "/v1/predict", PredictBody, predict, "Prediction")
+    _post(app, "/tokenize", tokenize.TokenizeBody, tokenize.tokenize, "TokenIds", ready=False)
+    _post(app, "/detokenize", tokenize.DetokenizeBody, tokenize.detokenize, "Detokenized", ready=False)
+    answers = "Completion|ChatCompletion|Embeddings|Classes|Prediction"
+    told = about(answers, "Completion|ChatChunk", "ChatBody|CompletionBody|EmbeddingBody|ClassifyBody|PredictBody")
+    _route(app, "POST", "/invocations", invocations, told)
 
-    _post(app, "/v1/weights", admin.WeightsBody, admin.weights, only_admin=True)
-    _post(app, "/v1/restart", admin.RestartBody, admin.restart, only_admin=True)
-    _post(app, "/v1/adapters", admin.AdapterBody, admin.load_adapter, only_admin=True)
-    _get(app, "/v1/adapters", admin.list_adapters)
-    app.add_api_route("/v1/adapters/{name:path}", admin.remove_adapter, methods=["DELETE"], response_model=None)
-    _get(app, "/v1/models", models.list_models)
-    _get(app, "/v1/models/{model:path}", models.get_model)
-    _get(app, "/v1/buckets", models.list_buckets)
-    _get(app, "/livez", health.livez)
-    _get(app, "/readyz", health.readyz)
-    _get(app, "/health", health.health)
-    _get(app, "/ping", health.readyz)  # SageMaker's
-    _get(app, "/version", health.version)
-    _get(app, "/metrics", health.metrics)
+    _post(app, "/v1/weights", admin.WeightsBody, admin.weights, "SwappedWeights", only_admin=True)
+    _post(app, "/v1/restart", admin.RestartBody, admin.restart, "Restarted", only_admin=True)
+    _post(app, "/v1/adapters", admin.AdapterBody, admin.load_adapter, "Adapter", only_admin=True)
+    _get(app, "/v1/adapters", admin.list_adapters, "Adapters")
+    _route(app, "DELETE", "/v1/adapters/{name:path}", admin.remove_adapter, about("Adapter", only_admin=True))
+    _get(app, "/v1/models", models.list_models, "Models")
+    _get(app, "/v1/models/{model:path}", models.get_model, "Model")
+    _get(app, "/v1/buckets", models.list_buckets, "Buckets")
+    _get(app, "/livez", health.livez, "Status")
+    _get(app, "/readyz", health.readyz, "Status")
+    _get(app, "/health", health.health, "Status")
+    _get(app, "/ping", health.readyz, "Status")  # SageMaker's
+    _get(app, "/version", health.version, "Versions")
+    _get(app, "/metrics", health.metrics, "text/plain")
     if settings.page:
         add_page(app)
+    app.openapi = functools.cache(functools.partial(document, app, app.state.bodies, keyless=not context.keys.closed))
     return app
 
 
-def _get(app: FastAPI, path: str, handler: Callable[..., Awaitable[Any]]) -> None:
-    app.add_api_route(path, handler, methods=["GET"], response_model=None)
-    app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
+def _route(
+    app: FastAPI, method: str, path: str, handler: Callable[..., Awaitable[Any]], told: dict[str, Any], **more: Any
+) -> None:
+    app.add_api_route(path, handler, methods=[method], response_model=None, openapi_extra=told, **more)
+
+
+def _get(app: FastAPI, path: str, handler: Callable[..., Awaitable[Any]], answer: str) -> None:
+    _route(app, "GET", path, handler, about(answer))
+    _route(app, "HEAD", path, handler, {}, include_in_schema=False)
 
 
 def _post(
@@ -103,20 +125,17 @@ def _post(
     path: str,
     kind: type[Body],
     handler: Callable[[Request, Any], Awaitable[Any]],
+    answer: str,
+    events: str = "",
     *,
     ready: bool = True,
     only_admin: bool = False,
 ) -> None:
-    schema = kind.model_json_schema()
-    app.add_api_route(
-        path,
-        endpoint(kind, handler, ready, only_admin),
-        methods=["POST"],
-        response_model=None,
-        name=kind.__name__.removesuffix("Body"),
-        description=handler.__doc__,
-        openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
-    )
+    app.state.bodies.append(kind)
+    told = about(answer, events, kind.__name__, only_admin)
+    name = kind.__name__.removesuffix("Body")
+    called = endpoint(kind, handler, ready, only_admin)
+    _route(app, "POST", path, called, told, name=name, description=handler.__doc__)
 
 
 async def invocations(request: Request) -> Any:

@@ -1,9 +1,9 @@
 """Error responses in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``, one status per kind.
 
 400 the request is wrong, 401 no valid key, 403 not allowed, 404 no such route or model, 405 wrong method, 409 in
-conflict with an operation of the server, 413 body too large, 415 body compressed, 429 full (with ``Retry-After``), 503
-not ready or failed (with ``Retry-After``), 504 the deadline passed. 422 is never used. 500 means a defect of ours: its
-message holds only the request id, and the log has the details.
+conflict with an operation of the server, 413 body too large, 415 body compressed or no JSON, 429 full (with
+``Retry-After``), 503 not ready or failed (with ``Retry-After``), 504 the deadline passed. 422 is never used. 500 means
+a defect of ours: its message holds only the request id, and the log has the details.
 """
 
 from __future__ import annotations

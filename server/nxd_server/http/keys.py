@@ -33,7 +33,7 @@ class Keys:
     def __init__(self, settings: ServerSettings):
         """Raises SettingsError as :func:`read_keys`."""
         self._settings = settings
-        self._closed = bool(settings.api_keys or settings.api_keys_file)
+        self.closed = bool(settings.api_keys or settings.api_keys_file)
         self.accounts: dict[str, Account] = {}
         """By the names of the keys; those of keys that are gone stay."""
         self._keys: list[ApiKey] = []
@@ -59,7 +59,7 @@ class Keys:
         403 for a key that is for something else."""
         path = scope["path"]
         needed = "metrics" if path == METRICS else "use"
-        closed = self._closed and path not in OPEN_PATHS and not (path in PAGE and scope["method"] in ("GET", "HEAD"))
+        closed = self.closed and path not in OPEN_PATHS and not (path in PAGE and scope["method"] in ("GET", "HEAD"))
         if not closed and not (path == METRICS and any(needed in key.scopes for key in self._keys)):
             return ANONYMOUS
         key = self._sent(scope, "API")

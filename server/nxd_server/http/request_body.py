@@ -33,6 +33,8 @@ SMALL_BYTES = 64 * 1024
 """Smaller bodies are read whatever the others hold."""
 PLAIN = {b"", b"identity"}
 """Accepted content encodings."""
+NO_JSON = ("text/plain", "multipart/form-data")
+"""Refused content types, which a page of another origin may send without asking. The third one, of forms, is curl's."""
 DRAIN_BYTES = 16 * 2**20
 DRAIN_SECONDS = 2.0
 SMALLEST_LIMIT, LARGEST_LIMIT = 2 * 2**20, 16 * 2**20
@@ -98,8 +100,8 @@ class Bodies:
         """Return the body as a JSON object.
 
         Raises:
-            ApiError: 413 too large; 415 compressed; 504 not complete within ``timeout`` seconds, or nothing of it came
-                for ``silence`` seconds; 503 if it does not fit beside the others.
+            ApiError: 413 too large; 415 compressed, or no JSON; 504 not complete within ``timeout`` seconds, or nothing
+                of it came for ``silence`` seconds; 503 if it does not fit beside the others.
             ClientLeft: the connection closed before the end of the body.
             BodyError: as :func:`parse_json`.
         """
@@ -108,6 +110,10 @@ class Bodies:
                 raise ApiError(
                     415, f"the request body is compressed ({value[:40].decode('latin-1')!r}); send it as it is"
                 )
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind in NO_JSON:
+            what = f"the request body is {kind}, not JSON: send `Content-Type: application/json`"
+            raise ApiError(415, what, code="not_json")
         declared = request.headers.get("content-length", "")  # not of a chunked body
         if declared.isascii() and declared.isdigit() and int(declared) > limit:
             raise too_large(limit)

@@ -32,6 +32,7 @@ from nxd_server.http.error_responses import ApiError, as_api_error, bad_request,
 from nxd_server.http.keys import OPEN_PATHS, Keys
 from nxd_server.http.ops.logs import log_access
 from nxd_server.http.ops.metrics import Metrics
+from nxd_server.http.origins import Origins
 from nxd_server.http.protocol import Connections
 from nxd_server.http.request_body import Bodies, Body, ClientLeft, DrainingReceive, client_left, default_limit
 from nxd_server.http.response_store import ResponseStore
@@ -74,6 +75,7 @@ class Context:
         self.connections = Connections(settings)
         self.keys = Keys(settings)
         self.metrics = Metrics(self.service, self.connections, self.keys.accounts)
+        self.origins = Origins(settings, keyless=not self.keys.closed)
         self.encoders, self.tensors, self.grammars = (
             ConcurrencyLimit(what, width, settings.max_queued_requests)
             for what, width in (("prompts", ENCODERS), ("tensors", ENCODERS), ("grammars", 1))
@@ -297,12 +299,17 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, context: Context):
         self._app, self._context = app, context
         self._access_log = context.settings.access_log
+        self._root = context.settings.root_path or ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         begin = time.monotonic()
+        path = scope["path"]
+        if f"{path}/".startswith(f"{self._root}/"):  # else a proxy has stripped it
+            path = path[len(self._root) :]
+        scope["path"] = path.rstrip("/") or "/"
         request_id = _request_id(scope)
         scope[REQUEST_ID], scope[ARRIVED] = request_id, begin
         whole = scope[WHOLE] = WholeRequest()
@@ -333,6 +340,7 @@ class RequestMiddleware:
                 _check_framing(scope)
                 if CROWDED in scope.get("state", ()) and scope["path"] not in OPEN_PATHS:
                     raise _crowded()
+                self._context.origins.check(scope)
                 whole.account = self._context.keys.check(scope)
                 if scope["method"] == "POST":
                     whole.account.begin()

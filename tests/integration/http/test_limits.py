@@ -149,7 +149,7 @@ def test_with_keys_everything_but_the_health_routes_needs_one(locked):
         response = locked.get(path)
         is_error(response, 401)
         assert response.headers["www-authenticate"] == "Bearer"
-    for path in (COMPLETIONS, CHAT, "/tokenize", "/invocations", "/v1/predict", "/livez/"):
+    for path in (COMPLETIONS, CHAT, "/tokenize", "/invocations", "/v1/predict"):
         is_error(locked.post(path, {"prompt": "a"}), 401)
 
 

@@ -36,7 +36,11 @@ def test_every_file_needs_no_key_and_lets_nothing_of_another_site_in(locked):
 
 
 def test_nothing_comes_from_outside_or_stands_within():
-    named = {"/", *(f"/page/{name}" for name in re.findall(r'"(?:page|\.)/([\w.]+)"', "".join(TEXTS.values())))}
+    named = {
+        "/",
+        "/docs",
+        *(f"/page/{name}" for name in re.findall(r'"(?:page|\.)/([\w.]+)"', "".join(TEXTS.values()))),
+    }
     assert named == set(FILES), "files that nobody asks for, or that are not there"
     for path, text in TEXTS.items():
         assert set(re.findall(r"\w+://[^\"' ]*", text)) <= {"http://www.w3.org/2000/svg"}, path

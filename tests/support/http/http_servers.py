@@ -40,7 +40,7 @@ class ServerProcess:
         self.reads = threading.Event()
         """While it is not set, what the server logs stays unread."""
         self.reads.set()
-        self.port = 0
+        self.port, self.scheme = 0, "http"
         # One client for all: making one loads certificates, which costs more than most requests here. No connection
         # expires: of many threads, one would close what the pool has just given to another.
         limits = httpx.Limits(max_connections=None, keepalive_expiry=None)
@@ -57,15 +57,15 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.scheme}://127.0.0.1:{self.port}"
 
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.reads.wait()
             self.lines.append(line.rstrip("\n"))
-            if (found := re.search(r"listening on http://[^ \"]*:(\d+)", line)) is not None:
-                self.port = int(found.group(1))
+            if (found := re.search(r"listening on (https?)://[^ \"]*:(\d+)", line)) is not None:
+                self.scheme, self.port = found.group(1), int(found.group(2))
                 self._listening.set()
         self._listening.set()
 

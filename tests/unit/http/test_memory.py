@@ -12,7 +12,9 @@ import pytest
 
 from nxd_server.errors import RequestError
 from nxd_server.http.error_responses import ApiError
-from nxd_server.http.request_context import Keys, RequestMiddleware
+from nxd_server.http.keys import Keys
+from nxd_server.http.request_context import RequestMiddleware
+from nxd_server.settings import ServerSettings
 from nxd_server.threads import ConcurrencyLimit
 
 
@@ -43,7 +45,8 @@ def test_what_a_refused_request_held_is_free_once_it_is_answered(handler):
         await handler(body)
 
     async def main():
-        middleware = RequestMiddleware(app, Mock(keys=Keys([]), settings=Mock(access_log=False)))
+        settings = ServerSettings(access_log=False)
+        middleware = RequestMiddleware(app, Mock(keys=Keys(settings), settings=settings))
         scope = {"type": "http", "headers": [], "path": "/x", "method": "POST", "http_version": "1.1"}
         await middleware(scope, receive, send)
         end = time.monotonic() + 60

@@ -1,4 +1,6 @@
-"""Prometheus metrics, in the application's own registry; the names are vLLM's with our prefix.
+"""Prometheus metrics, in the application's own registry, each labelled with the model.
+
+The names are vLLM's with our prefix. What vLLM's dashboards ask for is also there under its own names.
 
 Gauges and the engine's counters are read from the engine at scrape time, so they are exact: an autoscaler
 that waits for zero running requests sees zero as soon as there are none.
@@ -24,12 +26,27 @@ if TYPE_CHECKING:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
+SAME = (
+    *("num_requests_running", "num_requests_waiting", "generation_tokens", "request_success", "prefix_cache_hits"),
+    *("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
+    *("request_generation_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+)
+VLLM = {
+    **{name: (name,) for name in SAME},
+    "prompt_tokens": ("prompt_tokens", "prefix_cache_queries"),
+    "kv_cache_usage_perc": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+}
+"""What our metrics are called there, in its releases so far; both without their prefixes."""
 
 
-class Metrics:
+class Metrics(Collector):
     """The metrics that the HTTP layer records, and the registry that also holds the engine's."""
 
     def __init__(self, service: Service, connections: Connections, accounts: Mapping[str, Account]):
+        self._service = service
         self.registry = CollectorRegistry(auto_describe=False)
         registry = self.registry
 
@@ -53,6 +70,8 @@ class Metrics:
         self._prefill = histogram("nxd_request_prefill_time_seconds", "Seconds from a slot to the first token.")
         self._decode = histogram("nxd_request_decode_time_seconds", "Seconds from the first token to the end.")
         self._whole = histogram("nxd_e2e_request_latency_seconds", "Seconds from arrival to the end of a choice.")
+        self._prompt = histogram("nxd_request_prompt_tokens", "Tokens of a choice's prompt.", TOKENS)
+        self._generated = histogram("nxd_request_generation_tokens", "Tokens of a choice's answer.", TOKENS)
         registry.register(_Collector(service, connections, accounts))
 
     def http(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -74,9 +93,21 @@ class Metrics:
                 self._prefill.observe(times.first_token - times.admitted)
             self._decode.observe(times.finished - times.first_token)
         self._whole.observe(times.finished - times.arrived)
+        self._prompt.observe(event.usage.prompt_tokens)
+        self._generated.observe(event.usage.completion_tokens)
+
+    def collect(self) -> Iterator[Metric]:
+        model = {"model_name": self._service.model_name}
+        for family in self.registry.collect():
+            family.samples = [one._replace(labels={**model, **one.labels}) for one in family.samples]
+            yield family
+            for name in VLLM.get(family.name.removeprefix("nxd_"), ()):
+                copy = Metric(f"vllm:{name}", family.documentation, family.type)
+                copy.samples = [s._replace(name=copy.name + s.name.removeprefix(family.name)) for s in family.samples]
+                yield copy
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self)
 
 
 class _Collector(Collector):

@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+PAGES = {"index.html": "/", "docs.html": "/docs"}
 FILES = {
-    "/" if path.name == "index.html" else f"/page/{path.name}": path
+    PAGES.get(path.name, f"/page/{path.name}"): path
     for path in sorted(Path(__file__).parent.iterdir())
     if path.suffix in TYPES
 }
