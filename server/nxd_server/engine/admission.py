@@ -7,7 +7,7 @@ import copy
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -63,8 +63,10 @@ class QueueLimit:
         self._waiting: Counter[str] = Counter()
         """Requests that have not begun, by account, without zeros ..."""
         self._tokens: Counter[str] = Counter()
-        """... and their tokens; only changed with the lock held."""
-        self._answer = 0.0
+        """... the tokens of their prompts ..."""
+        self._ahead: defaultdict[str, float] = defaultdict(float)
+        """... and what they are expected to take with their answers; only changed with the lock held."""
+        self._answer = math.inf
         """A moving average of the tokens of an answer."""
         self._full_since: float | None = None
         """Since when all capacity is in use and others wait; None: it is not so."""
@@ -114,17 +116,21 @@ class QueueLimit:
         """Return in how many seconds one more of ``owner`` would begin; 0 as long as nothing is known."""
         if self._begun < KNOWN * self.capacity or not self._work:
             return 0.0
-        own = self._tokens[owner] + self._answer * self._waiting[owner]
-        everything = self._tokens.total() + self._answer * self._waiting.total()
-        return min(everything, owners * own) * self._seconds / self._work
+        own = self._ahead.get(owner, 0.0)
+        return min(sum(self._ahead.values()), owners * own) * self._seconds / self._work
 
-    def taken(self, whole: WholeRequest, requests: int, tokens: int) -> None:
-        """Count accepted requests; ``tokens``: of all of them. Call with the lock held."""
+    def work(self, prompt: int, most: int) -> float:
+        """Return how many tokens a prompt and its answer of at most ``most`` may come to, by the last answers."""
+        return prompt + min(most, self._answer)
+
+    def taken(self, whole: WholeRequest, requests: int, tokens: int, work: float) -> None:
+        """Count accepted requests; ``tokens`` and ``work``: of all of them. Call with the lock held."""
         self.inside += requests
         self.unreported += requests
         self.submitted += requests
         self._waiting[whole.owner] += requests
         self._tokens[whole.owner] += tokens
+        self._ahead[whole.owner] += work
         whole.taken = True
         whole.account.spend(prompt=tokens)
 
@@ -137,7 +143,7 @@ class QueueLimit:
             if since is not None:
                 kept = (1 - 1 / (2 * KNOWN * self.capacity)) ** len(items)
                 self._begun = kept * self._begun + len(items)
-                self._work = kept * self._work + sum(item.cost + self._answer for item in items)
+                self._work = kept * self._work + sum(item.work for item in items)
                 self._seconds = kept * self._seconds + now - since
             self._full_since = now if full else None
 
@@ -150,8 +156,9 @@ class QueueLimit:
         owner = item.whole.owner
         self._waiting[owner] -= 1
         self._tokens[owner] -= item.cost
+        self._ahead[owner] -= item.work
         if not self._waiting[owner]:
-            del self._waiting[owner], self._tokens[owner]
+            del self._waiting[owner], self._tokens[owner], self._ahead[owner]
         if not self._waiting:
             self._full_since = None
 
@@ -160,7 +167,7 @@ class QueueLimit:
         self.finished[outcome] += 1
         whole.account.spend(generated=answer)
         if outcome in ("stop", "length"):
-            self._answer += (answer - self._answer) * (0.1 if self._answer else 1.0)
+            self._answer = answer if math.isinf(self._answer) else self._answer + 0.1 * (answer - self._answer)
         with self._lock:
             self.inside -= 1
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Waiting(Protocol):
-    """A part of ``whole``, whose ``id`` is larger than those of what came earlier. ``cost``: its tokens so far."""
+    """A part of ``whole``, whose ``id`` is larger than those of what came earlier. ``cost``: the tokens of its prompt;
+    ``work``: those that it is expected to take with its answer."""
 
     @property
     def id(self) -> int: ...
@@ -25,6 +26,8 @@ class Waiting(Protocol):
     def whole(self) -> WholeRequest: ...
     @property
     def cost(self) -> int: ...
+    @property
+    def work(self) -> float: ...
 
 
 WaitingT = TypeVar("WaitingT", bound=Waiting)

@@ -181,7 +181,7 @@ class Engine(EngineCore):
             self.check_open()
             queue.check(ticket.whole, params.n, len(prompt) * params.n, timeout)
             lora = None if adapter is None else self.adapters.take(adapter, params.n)
-            before = () if self._encodes_prompts else prompt
+            before, work = () if self._encodes_prompts else prompt, queue.work(len(prompt), new_tokens)
             for index, sampler in enumerate(samplers):
                 text = None
                 if self.tokenizer is not None:
@@ -194,6 +194,7 @@ class Engine(EngineCore):
                     prompt=prompt,
                     params=params,
                     max_new_tokens=new_tokens,
+                    work=work,
                     sampler=sampler,
                     text=text,
                     guide=None if grammar is None else grammar.guide(),
@@ -201,7 +202,7 @@ class Engine(EngineCore):
                 )
                 ticket.choices.append(choice)
             ticket.open = params.n
-            queue.taken(ticket.whole, params.n, len(prompt) * params.n)
+            queue.taken(ticket.whole, params.n, len(prompt) * params.n, work * params.n)
             self.gate.take(ticket.whole, params.n)
             inbox.put(ticket)
         if whole is None:

@@ -49,6 +49,7 @@ class Job:
     id: int
     cost: int
     """Its tokens: the numbers in its largest input."""
+    work: int
     begun: bool = False
     alone: bool = False
 
@@ -145,12 +146,12 @@ class OneShotEngine(EngineCore):
         count = next(iter(rows.values()), queue.capacity)
         cost = max((tensor.numel() for tensor in tensors.values()), default=1)
         part_of = whole or WholeRequest()
-        job = Job(tensors, future, count, now, deadline, convert or dict, part_of, next(self._ids), cost)
+        job = Job(tensors, future, count, now, deadline, convert or dict, part_of, next(self._ids), cost, cost)
         with self.lock:
             self.check_open(continuing)
             if not (continuing and self.gate.closed):  # the queued requests wait for this one to end
                 queue.check(job.whole, 1, cost, timeout)
-            queue.taken(job.whole, 1, cost)
+            queue.taken(job.whole, 1, cost, cost)
             self.gate.take(job.whole, 1)
             self._arrivals.append(job)
             self.lock.notify_all()

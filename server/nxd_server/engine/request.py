@@ -153,6 +153,8 @@ class Sequence:
     prompt: list[int]
     params: SamplingParams
     max_new_tokens: int
+    work: float = 0.0
+    """Tokens that it was expected to take."""
     sampler: Sampler
     text: TextStream | None = None
     guide: Guide | None = None
