@@ -13,11 +13,13 @@ XLA_VENV ?= .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
 RAY_VENV ?= .venv-ray
 RAY_STAMP := $(RAY_VENV)/.installed
+PLAYWRIGHT ?= .playwright
+PLAYWRIGHT_STAMP := $(PLAYWRIGHT)/.installed
 OLDEST_HF ?= .transformers-4.56
 OLDEST_HF_STAMP := $(OLDEST_HF)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check lint test test-rest test-all test-hf test-xla xla-rig test-ray test-cuda test-image
+.PHONY: help install demo check lint test test-rest test-all test-hf test-xla xla-rig test-ray test-cuda test-image test-page
 .PHONY: architectures bench fuzz soak asan wheel clean
 
 help: ## list the commands
@@ -86,6 +88,15 @@ test-hf: $(OLDEST_HF_STAMP) ## tests of transformers' models with the oldest rel
 test-image: $(STAMP) ## the container: built, started, asked, without a daemon (root, debootstrap, buildah; 15 minutes)
 	@$(BIN)/python -m pytest -q tests/integration/image/checks.py
 
+# What drives a browser, beside .venv; the browser is Debian's.
+$(PLAYWRIGHT_STAMP): $(STAMP)
+	@echo "installing Playwright into $(PLAYWRIGHT), the first time only"
+	@$(PIP) --target $(PLAYWRIGHT) playwright axe-playwright-python
+	@touch $@
+
+test-page: $(PLAYWRIGHT_STAMP) ## the server's page in Chromium (apt-get install chromium; IMAGES=docs/images keeps the pictures)
+	@PYTHONPATH=$(abspath $(PLAYWRIGHT)) IMAGES=$(IMAGES) $(BIN)/python -m pytest -q tests/integration/page/checks.py
+
 # torch 2.9 is what torch_xla and the Neuron SDK go with.
 $(XLA_STAMP): pyproject.toml tests/integration/xla/make_rig.py
 	@echo "installing torch 2.9 and torch_xla into $(XLA_VENV), the first time only; some minutes"
@@ -143,4 +154,4 @@ asan: $(STAMP) ## tests of fused operators, of experts and of the loop with g++'
 		$(BIN)/python -m pytest -q -s -k "not leave_nothing_behind" $(ON_ASAN)
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(XLA_VENV) $(RAY_VENV) $(OLDEST_HF) .pytest_cache .ruff_cache .hypothesis .demo .asan
+	rm -rf $(VENV) $(XLA_VENV) $(RAY_VENV) $(OLDEST_HF) $(PLAYWRIGHT) .pytest_cache .ruff_cache .hypothesis .demo .asan

@@ -5,6 +5,14 @@ import { entries, Tokens } from "./tokens.js";
 
 const shown = ({ function: { name, arguments: given } }) => h("pre", { class: "call" }, `${name}(${given})`);
 
+function indent(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return "";
+  }
+}
+
 export class Answer {
   text = "";
   reasoning = "";
@@ -59,18 +67,10 @@ export class Answer {
     if (first !== null) parts.unshift(`first token after ${Math.round(first - asked)} ms`);
     if (tokens > 1 && last > first) parts.unshift(`${((1000 * (tokens - 1)) / (last - first)).toFixed(1)} tokens/s`);
     if (tokens) parts.unshift(`${tokens} tokens`);
-    if (json) parts.push(this.#indented() ? "valid JSON" : "no complete JSON");
+    const indented = json && indent(this.text);
+    if (indented && !this.#tokens) this.#body.textContent = indented;
+    if (json) parts.push(indented ? "valid JSON" : "no complete JSON");
     this.#figures.textContent = parts.join(" · ");
-  }
-
-  #indented() {
-    try {
-      const text = JSON.stringify(JSON.parse(this.text), null, 2);
-      if (!this.#tokens) this.#body.textContent = text;
-      return true;
-    } catch {
-      return false;
-    }
   }
 
   /** Says why there is no more of it; `again` asks once more. */

@@ -23,6 +23,9 @@ export function field(label, input) {
 }
 export const options = (values) => Object.entries(values).map(([value, text]) => h("option", { value }, text));
 
+/** A place for tables that may be wider than it: the keys move what it shows. */
+export const wide = (name) => h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": name });
+
 /** A table with a heading in front of each row; a cell is a text or an element. */
 export function table(caption, names, rows) {
   const head = names.length ? h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name)))) : "";

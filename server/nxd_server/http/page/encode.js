@@ -1,14 +1,14 @@
 // What models of whole texts are for: embeddings compared, documents ranked, texts classified.
 
 import { ask } from "./api.js";
-import { bar, field, h, table } from "./dom.js";
+import { bar, field, h, table, wide } from "./dom.js";
 
 /** A view of a field of texts, with `more` above it, and of the table that `work` makes of them. */
 function view(name, title, fits, value, work, more = () => null) {
   function make(session) {
     const [texts, first] = [h("textarea", { rows: 5, required: true, value }), more()];
     const fields = [first && field("Query", first), field("Texts, one a line", texts)];
-    const result = h("div", { class: "wide", "aria-live": "polite" });
+    const result = wide("Result");
     const form = h("form", { class: "ask" }, fields, h("div", { class: "buttons" }, h("button", {}, title)));
     form.addEventListener("submit", async (event) => {
       event.preventDefault();

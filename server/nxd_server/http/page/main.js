@@ -14,6 +14,7 @@ const [door, field, main, model, notice, state, views] =
 const watch = new Watch();
 /** What a view knows: the model's card, and the name to ask for, which may be an adapter's. */
 const session = { card: {}, watch, get model() { return model.value; } };
+let cards = {}; // by the names of the models
 let made = null; // the model whose views are there
 
 function say(text) {
@@ -26,10 +27,10 @@ async function load() {
     const { data } = await ask("v1/models");
     say("");
     field.removeAttribute("aria-invalid");
-    const chosen = data.find(({ id }) => id === model.value) ?? data[0];
+    const before = model.value;
+    cards = Object.fromEntries(data.map((card) => [card.id, card]));
     model.replaceChildren(...options(Object.fromEntries(data.map(({ id }) => [id, id]))));
-    model.value = chosen.id;
-    session.card = data[0];
+    if (before in cards) model.value = before;
     build();
   } catch (error) {
     if (error.status === 401) {
@@ -40,10 +41,12 @@ async function load() {
   }
 }
 
-/** Makes the model's views. If it is the same one, they stay as they are, with what was typed and answered. */
+/** Makes the chosen model's views. Those of the one before, or of its adapter, stay, with all that they hold. */
 function build() {
-  if (made === session.card.id) return;
-  made = session.card.id;
+  session.card = cards[model.value] ?? {};
+  const base = session.card.parent ?? session.card.id;
+  if (made === base) return;
+  made = base;
   const fitting = VIEWS.filter((view) => view.fits(session.card));
   views.replaceChildren(...fitting.map(({ name, title }) => h("a", { href: `#${name}` }, title)));
   const sections = fitting.map((view) => h("section", { "aria-label": view.title }, view.make(session)));
@@ -64,6 +67,7 @@ watch.addEventListener("state", () => {
 });
 watch.addEventListener("ready", load);
 addEventListener("hashchange", show);
+model.addEventListener("change", build);
 door.addEventListener("submit", (event) => event.preventDefault());
 door.addEventListener("change", () => {
   key.set(field.value.trim());

@@ -7,6 +7,7 @@ const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"]
 NUMBERS.push("repetition_penalty", "presence_penalty", "frequency_penalty");
 const FORMS = { text: "Text", json_object: "Any JSON object", json_schema: "JSON of a schema" };
 const CHOICES = { "": "None", auto: "The model may call them", required: "The answer is a call" };
+const MORE = ["json_schema", "auto", "required"];
 const OWN = ["model", "messages", "prompt", "stream", "stream_options", "n", "logprobs", "top_logprobs"];
 const city = { type: "object", properties: { city: { type: "string", maxLength: 40 } }, required: ["city"] };
 const SCHEMA = { ...city, additionalProperties: false };
@@ -35,10 +36,8 @@ export class Parameters {
       chat && this.#field("System prompt", "system", "textarea", { rows: 2 }),
       h("div", { class: "numbers" }, NUMBERS.map(number)),
       this.#field("Stop at (one a line)", "stop", "textarea", { rows: 1 }),
-      this.#choice("Answer", "form", FORMS, ["json_schema"], json("Schema", "schema", SCHEMA)),
-      chat && card.tool_calls
-        ? this.#choice("Tools", "choice", CHOICES, ["auto", "required"], json("Their schemas", "tools", TOOLS))
-        : null,
+      this.#choice("Answer", "form", FORMS, json("Schema", "schema", SCHEMA)),
+      chat && card.tool_calls && this.#choice("Tools", "choice", CHOICES, json("Their schemas", "tools", TOOLS)),
       this.most > 0 && this.#field("Probabilities of tokens", "logprobs", "input", { type: "checkbox" }),
       json("Other fields, as JSON", "other", {}),
     );
@@ -49,13 +48,11 @@ export class Parameters {
     return field(label, this.#inputs[name]);
   }
 
-  /** A choice, some of which show `more`. */
-  #choice(label, name, texts, showing, more) {
+  /** A choice, of which those in MORE show `more`. */
+  #choice(label, name, texts, more) {
     const choice = this.#field(label, name, "select", {}, options(texts));
-    const show = () => (more.hidden = !showing.includes(this.#inputs[name].value));
-    choice.addEventListener("change", show);
-    show();
-    return h("div", {}, choice, more);
+    for (const one of this.#inputs[name].options) one.className = MORE.includes(one.value) ? "more" : "";
+    return h("div", { class: "choice" }, choice, more);
   }
 
   #parsed(name) {

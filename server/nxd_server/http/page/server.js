@@ -1,6 +1,6 @@
 // The server as its metrics show it: plots, the compiled graphs, the ranks.
 
-import { h, table } from "./dom.js";
+import { h, table, wide } from "./dom.js";
 import { FORMATS, Plot } from "./plots.js";
 
 const { number, share, time } = FORMATS;
@@ -46,7 +46,7 @@ export const server = {
   make({ card, watch }) {
     const fits = ([, , , generates]) => generates === undefined || generates === (card.task === "generate");
     const plots = PLOTS.filter(fits).map((one) => new Plot(...one));
-    const below = h("div", { class: "wide" });
+    const below = wide("Tables");
     const element = h("div", {}, h("div", { class: "plots" }, plots.map((plot) => plot.element)), below);
     const draw = () => {
       const reading = watch.readings.at(-1);
