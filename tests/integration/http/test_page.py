@@ -53,3 +53,12 @@ def test_a_server_without_the_page():
     with toy_server(page=False) as server:
         is_error(server.get("/"), 404)
         is_error(server.get("/page/main.js"), 404)
+
+
+def test_below_a_prefix_its_addresses_stay_below_it():
+    with toy_server(root_path="/models/a") as server:
+        whole = server.get("/models/a/")
+        assert whole.content == FILES["/"].read_bytes() and server.get("/models/a/page/main.js").status_code == 200
+        alone = server.get("/models/a?b=1")
+        assert (alone.status_code, alone.headers["location"]) == (308, "a/")
+    assert not [text for text in TEXTS.values() if re.search(r'(href|src|fetch|ask|send|stream)\W+"?/\w', text)]

@@ -170,6 +170,13 @@ def test_a_key_that_is_missing_or_wrong_is_said(opened):
         assert page.evaluate("Object.keys(localStorage).length + document.cookie.length") == 0
 
 
+def test_below_a_prefix(opened):
+    with toy_server(root_path="/models/a") as server:
+        page = opened(server.url + "/models/a#chat")
+        say(page, "hello")
+        assert ended(page).locator(".text").inner_text()
+
+
 def test_a_server_that_restarts_is_shown_and_found_again(opened):
     port = free_port()
     with toy_server(port=port, toy={"delay": 0.05, "max_len": 4000}) as server:
