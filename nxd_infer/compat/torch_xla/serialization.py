@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nxd_infer.compat.torch_xla import xla_model
+from nxd_infer.compat.torch_xla.xla_model import save
 from nxd_infer.layout.files.one_rank import read_rank
 
-
-def save(data: Any, path: str | Path, master_only: bool = True, global_master: bool = False) -> None:
-    """Save as :func:`xla_model.save` does, and wait for all ranks."""
-    xla_model.save(data, path, master_only, global_master)
-    xla_model.rendezvous("torch_xla.utils.serialization.save")
+__all__ = ["load", "save"]
 
 
 def load(path: str | Path) -> Any:

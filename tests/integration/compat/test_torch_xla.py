@@ -83,8 +83,10 @@ def each_collective() -> None:
             xm.save({"x": x}, path, master_only=False)  # waits for nobody: programs call it on one rank
         xm.rendezvous("saved")
         assert torch.load(path)["x"].shape == x.shape
+        xm.rendezvous("loaded")
         xser = xla("utils.serialization")
         xser.save({"x": x, "of": [rank]}, path)
+        xm.rendezvous("saved again")
         assert xser.load(path)["of"] == [0] and torch.equal(xser.load(path)["x"], everyone[0])
         xm.rendezvous("loaded")
     moved = xm.collective_permute(x, [[here, here + 1] for here in range(world - 1)])

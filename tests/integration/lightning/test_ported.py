@@ -117,6 +117,63 @@ def test_a_script_of_the_old_package_trains_and_saves(tmp_path: Path):
     assert [event.step for event in events.Scalars("loss")][:2] == [2, 4]
 
 
+TWO_RANKS = """
+import sys
+import torch
+import torch_xla.core.xla_model as xm
+from lightning.pytorch import Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from neuronx_distributed.lightning import (
+    NeuronHooksCallback, NeuronLTModule, NeuronXLAPrecisionPlugin, NeuronXLAStrategy
+)
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_size
+import neuronx_distributed as nxd
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = ColumnParallelLinear(4, 8, gather_output=False)
+        self.down = RowParallelLinear(8, 1, input_is_parallel=True)
+
+    def forward(self, x):
+        return (self.down(self.up(x)) - 1).square().mean()
+
+class Module(NeuronLTModule):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.model(batch), sync_dist=True)
+
+config = nxd.neuronx_distributed_config(tensor_parallel_size=2)
+module = Module(Net, config, torch.optim.AdamW, None, opt_kwargs={"lr": 0.1}, grad_accum_steps=2)
+keeps = ModelCheckpoint(sys.argv[1], "{step}", monitor="loss", every_n_train_steps=2, save_top_k=2, save_last=True)
+trainer = Trainer(
+    strategy=NeuronXLAStrategy(config), devices=2, max_steps=6, val_check_interval=4, logger=False,
+    plugins=[NeuronXLAPrecisionPlugin()], callbacks=[NeuronHooksCallback(), keeps], enable_model_summary=False,
+)
+loader = torch.utils.data.DataLoader(torch.rand(24, 4, generator=torch.Generator().manual_seed(1)), batch_size=2)
+trainer.fit(module, loader, loader)
+xm.master_print("ended", xm.xrt_world_size(), get_tensor_model_parallel_size(), trainer.global_step)
+"""
+
+
+def test_the_trainer_starts_ranks_that_have_the_old_names(tmp_path: Path):
+    """With a checkpoint of the other package's, every two steps, while gradients are accumulated and validated."""
+    pytest.importorskip("pytorch_lightning")
+    script = tmp_path / "script.py"
+    script.write_text(TWO_RANKS)
+    command = [sys.executable, "-m", "nxd_infer.compat", str(script), str(tmp_path / "kept")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=420)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "ended 2 2 6" and done.stdout.count("ended") == 1
+    assert (tmp_path / "kept/last.ckpt").is_dir() and len(list((tmp_path / "kept").glob("step=*"))) == 2
+
+
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_a_trainer_without_our_strategy_finds_the_cpu(package: str, tmp_path: Path):
     pytest.importorskip(package)
