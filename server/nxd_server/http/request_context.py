@@ -74,7 +74,7 @@ class Context:
         """The one that a request is for, once its body is known: see :func:`choose_model`."""
         self.connections = Connections(settings)
         self.keys = Keys(settings)
-        self.metrics = Metrics(self.service, self.connections, self.keys.accounts)
+        self.metrics = Metrics(models.services, self.connections, self.keys.accounts)
         self.origins = Origins(settings, keyless=not self.keys.closed)
         self.encoders, self.tensors, self.grammars = (
             ConcurrencyLimit(what, width, settings.max_queued_requests)

@@ -46,6 +46,9 @@ def test_each_request_is_answered_by_the_model_that_it_names(server):
     assert len(server.post("/tokenize", {"model": "vectors", "prompt": "a"}).json()["tokens"]) == 3
     assert {bucket["model"] for bucket in server.get("/v1/buckets").json()["data"]} == {"chat", "vectors"}
     assert server.get("/readyz").status_code == 200
+    assert server.metric("nxd_ready", model_name="chat") == server.metric("nxd_ready", model_name="vectors") == 1
+    assert server.metric("vllm:generation_tokens_total", model_name="chat") > 0
+    assert server.metric("nxd_e2e_request_latency_seconds_count", model_name="vectors") == 0
 
 
 def test_a_wrong_name_or_none_is_refused_by_naming_all(server):

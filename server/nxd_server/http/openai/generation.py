@@ -96,6 +96,7 @@ class Generation:
         context = context_of(request)
         self._request = request
         self._service, self._metrics = context.service, context.metrics
+        self._of_model = self._metrics.models[self._service]
         self._prompts = prompts
         self._params = params
         self._n = params[0].n
@@ -239,11 +240,11 @@ class Generation:
         if isinstance(event, TokenEvent):
             now = time.monotonic()
             if choice in self._last_token:
-                self._metrics.inter_token.observe(now - self._last_token[choice])
+                self._of_model.inter_token.observe(now - self._last_token[choice])
             self._last_token[choice] = now
             return choice, event
         self.unfinished -= 1
-        self._metrics.finished(event)
+        self._of_model.finished(event)
         if isinstance(event, ErrorEvent):
             raise event.error
         if event.reason == "cancelled":  # not by this class: the server is shutting down

@@ -8,7 +8,7 @@ that waits for zero running requests sees zero as soon as there are none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -42,26 +42,16 @@ VLLM = {
 """What our metrics are called there, in its releases so far; both without their prefixes."""
 
 
-class Metrics(Collector):
-    """The metrics that the HTTP layer records, and the registry that also holds the engine's."""
+class ModelMetrics:
+    """The metrics of one model: histograms of its choices, and those that its engine counts."""
 
-    def __init__(self, service: Service, connections: Connections, accounts: Mapping[str, Account]):
-        self._service = service
-        self.registry = CollectorRegistry(auto_describe=False)
-        registry = self.registry
+    def __init__(self, service: Service):
+        self.service = service
+        registry = self.registry = CollectorRegistry(auto_describe=False)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS, labels: tuple[str, ...] = ()):
-            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS):
+            return Histogram(name, text, buckets=buckets, registry=registry)
 
-        self._http = Counter(
-            "nxd_http_requests", "Requests answered.", ("method", "route", "status"), registry=registry
-        )
-        self._disconnects = Counter(
-            "nxd_client_disconnects", "Clients that disconnected before their answer was complete.", registry=registry
-        )
-        self._http_seconds = histogram(
-            "nxd_http_request_seconds", "Seconds to the end of the answer.", labels=("route",)
-        )
         self.inter_token = histogram(
             "nxd_inter_token_latency_seconds", "Seconds between two tokens of a choice.", STEP_SECONDS
         )
@@ -72,15 +62,7 @@ class Metrics(Collector):
         self._whole = histogram("nxd_e2e_request_latency_seconds", "Seconds from arrival to the end of a choice.")
         self._prompt = histogram("nxd_request_prompt_tokens", "Tokens of a choice's prompt.", TOKENS)
         self._generated = histogram("nxd_request_generation_tokens", "Tokens of a choice's answer.", TOKENS)
-        registry.register(_Collector(service, connections, accounts))
-
-    def http(self, method: str, route: str, status: int, seconds: float) -> None:
-        known = method if method in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH") else "other"
-        self._http.labels(known, route, str(status)).inc()
-        self._http_seconds.labels(route).observe(seconds)
-
-    def disconnected(self) -> None:
-        self._disconnects.inc()
+        registry.register(_Model(service))
 
     def finished(self, event: FinishEvent | ErrorEvent) -> None:
         """Count a choice's end and record the times of its stages."""
@@ -96,10 +78,45 @@ class Metrics(Collector):
         self._prompt.observe(event.usage.prompt_tokens)
         self._generated.observe(event.usage.completion_tokens)
 
+
+class Metrics(Collector):
+    """All metrics: those of the server's requests and connections, and those of each model."""
+
+    def __init__(self, services: Sequence[Service], connections: Connections, accounts: Mapping[str, Account]):
+        self.models = {service: ModelMetrics(service) for service in services}
+        registry = self._registry = CollectorRegistry(auto_describe=False)
+        self._http = Counter(
+            "nxd_http_requests", "Requests answered.", ("method", "route", "status"), registry=registry
+        )
+        self._disconnects = Counter(
+            "nxd_client_disconnects", "Clients that disconnected before their answer was complete.", registry=registry
+        )
+        self._http_seconds = Histogram(
+            "nxd_http_request_seconds",
+            "Seconds to the end of the answer.",
+            ("route",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        registry.register(_Doors(services[0].created, connections, accounts))
+
+    def http(self, method: str, route: str, status: int, seconds: float) -> None:
+        known = method if method in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH") else "other"
+        self._http.labels(known, route, str(status)).inc()
+        self._http_seconds.labels(route).observe(seconds)
+
+    def disconnected(self) -> None:
+        self._disconnects.inc()
+
     def collect(self) -> Iterator[Metric]:
-        model = {"model_name": self._service.model_name}
-        for family in self.registry.collect():
-            family.samples = [one._replace(labels={**model, **one.labels}) for one in family.samples]
+        """Yield every metric, with its model's name; the server's own have it if there is one model."""
+        sources = [({"model_name": of.service.model_name}, of.registry) for of in self.models.values()]
+        found: dict[str, Metric] = {}
+        for label, registry in ((sources[0][0] if len(sources) == 1 else {}, self._registry), *sources):
+            for family in registry.collect():
+                whole = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                whole.samples += [one._replace(labels={**label, **one.labels}) for one in family.samples]
+        for family in found.values():
             yield family
             for name in VLLM.get(family.name.removeprefix("nxd_"), ()):
                 copy = Metric(f"vllm:{name}", family.documentation, family.type)
@@ -110,11 +127,26 @@ class Metrics(Collector):
         return generate_latest(self)
 
 
-class _Collector(Collector):
-    """The gauges and counters of the engine and of the connections, read at scrape time."""
+class _Doors(Collector):
+    """What the connections and the keys count, read at scrape time."""
 
-    def __init__(self, service: Service, connections: Connections, accounts: Mapping[str, Account]):
-        self._service, self._connections, self._accounts = service, connections, accounts
+    def __init__(self, created: float, connections: Connections, accounts: Mapping[str, Account]):
+        self._created, self._connections, self._accounts = created, connections, accounts
+
+    def collect(self) -> Iterator[Metric]:
+        connections = self._connections
+        yield GaugeMetricFamily("nxd_start_time_seconds", "When the server started, since 1970.", self._created)
+        yield GaugeMetricFamily("nxd_connections", "Open connections.", len(connections))
+        yield GaugeMetricFamily("nxd_connections_most", "Limit of open connections.", connections.most)
+        yield _by_label("nxd_connections_ended", "Connections ended by the server.", "reason", connections.ended)
+        yield from _by_key(self._accounts.values())
+
+
+class _Model(Collector):
+    """The gauges and counters of a model's engines, read at scrape time."""
+
+    def __init__(self, service: Service):
+        self._service = service
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering must not query a service that is still starting
@@ -122,7 +154,6 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         service = self._service
         yield GaugeMetricFamily("nxd_ready", "1 when a request sent now would be served.", float(service.ready))
-        yield GaugeMetricFamily("nxd_start_time_seconds", "When the server started, since 1970.", service.created)
         stats = service.stats()
         restarts = 0 if stats is None else stats.restarts
         yield CounterMetricFamily("nxd_engine_restarts", "Restarts of the ranks.", restarts)
@@ -134,11 +165,6 @@ class _Collector(Collector):
         texts = GaugeMetricFamily("nxd_texts_aside", "Conversations being rendered, or waiting.", labels=["kind"])
         texts.add_metric(["conversations"], 0 if service.chat_template is None else service.chat_template.inside)
         yield texts
-        connections = self._connections
-        yield GaugeMetricFamily("nxd_connections", "Open connections.", len(connections))
-        yield GaugeMetricFamily("nxd_connections_most", "Limit of open connections.", connections.most)
-        yield _by_label("nxd_connections_ended", "Connections ended by the server.", "reason", connections.ended)
-        yield from _by_key(self._accounts.values())
         yield from self._ranks()
         if stats is not None:
             yield from _gauges(stats)
