@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import importlib.util
 import logging
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,15 @@ NXD_SKIP_RENDEZVOUS = "NXD_SKIP_RENDEZVOUS"
 """A variable of the environment, set in a rank of a trace."""
 
 
+def always(value: Any) -> Callable[..., Any]:
+    """Return a function that returns ``value``, whatever it is asked."""
+    return lambda *_, **__: copy.copy(value)
+
+
+is_torch_version_greater_than_2, requires_init_pg_override = always(True), always(False)
+"""No older PyTorch is supported, and ``init_process_group`` needs no other initialisation for XLA."""
+
+
 def cpu_mode() -> bool:
     """Return whether nothing runs on a Neuron device: there is none here, or ``NXD_CPU_MODE`` is above 0."""
     return int(os.environ.get("NXD_CPU_MODE") or 0) > 0 or not os.path.exists(DEVICE_FILE)
@@ -33,19 +43,9 @@ def get_platform_target() -> str:
     return os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") or "trn1"
 
 
-def requires_init_pg_override() -> bool:
-    """Return whether XLA's process group needs another initialisation than ``init_process_group``: never."""
-    return False
-
-
 def is_pjrt_device() -> bool:
     """Return whether torch_xla drives a Neuron device."""
     return not cpu_mode()
-
-
-def is_torch_version_greater_than_2() -> bool:
-    """Return whether PyTorch is 2 or later: no other is supported."""
-    return True
 
 
 class hardware(enum.Enum):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_infer.comm.launched import launched_world
+from nxd_infer.compat.utilities import always
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.util.devices import HOST, group_exists
 
@@ -39,22 +40,7 @@ def host_index() -> int:
     return int(os.environ.get("GROUP_RANK", 0))
 
 
-def device_type(device: Any = None) -> str:
-    return "CPU"
-
-
-def device_count() -> int:
-    return 1
-
-
-def is_spmd() -> bool:
-    return False
-
-
-def using_pjrt() -> bool:
-    return True
-
-
+device_count, device_type, is_spmd, using_pjrt = always(1), always("CPU"), always(False), always(True)
 global_device_count = global_runtime_device_count = process_count = world_size
 process_index = global_ordinal
 local_device_count = local_process_count
@@ -68,8 +54,7 @@ def device(index: int | None = None, devkind: str | None = None) -> torch.device
     return HOST
 
 
-def devices() -> list[torch.device]:
-    return [HOST]
+devices = always([HOST])
 
 
 def real_devices(devices: Any = None) -> list[str]:

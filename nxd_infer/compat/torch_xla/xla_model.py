@@ -20,6 +20,7 @@ from nxd_infer.comm.ops import check_dim, check_divisible
 from nxd_infer.compat.torch_xla import runtime
 from nxd_infer.compat.torch_xla.host import join
 from nxd_infer.compat.torch_xla.steps import add_step_closure, sync
+from nxd_infer.compat.utilities import always
 from nxd_infer.context import Axis, make_context
 from nxd_infer.errors import CollectiveError
 from nxd_infer.util.devices import on_host
@@ -30,11 +31,9 @@ mark_step, add_step_closure = sync, add_step_closure
 get_local_ordinal, get_ordinal, xrt_world_size = runtime.local_ordinal, runtime.global_ordinal, runtime.world_size
 get_memory_info, set_rng_state = runtime.memory_info, runtime.manual_seed
 xla_device, xla_device_hw, xla_real_devices = runtime.device, runtime.device_type, runtime.real_devices
-is_xla_tensor = on_host
-
-
-def get_xla_supported_devices(max_devices: Any = None, devkind: Any = None) -> list[str]:
-    return ["xla:0"]
+is_xla_tensor, get_xla_supported_devices = on_host, always(["xla:0"])
+optimization_barrier_ = unlazy = wait_device_ops = always(None)
+"""Every operator has run."""
 
 
 def is_master_ordinal(local: bool = True) -> bool:
@@ -252,13 +251,6 @@ def optimizer_step(
     if barrier:
         sync()
     return loss
-
-
-def wait_device_ops(devices: Sequence[str] = ()) -> None:
-    """Do nothing: every operator has run."""
-
-
-unlazy = optimization_barrier_ = wait_device_ops
 
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
