@@ -1,7 +1,7 @@
 """The table of old names: where each name of neuronx_distributed and torch_neuronx is here.
 
 A module that is not listed has the same path here, with all its names. Paths that begin with a dot are below
-neuronx_distributed. ``nxd-infer port`` and docs/migration.md read the same table.
+neuronx_distributed, and ours below nxd_infer. ``nxd-infer port`` and docs/migration.md read the same table.
 """
 
 from __future__ import annotations
@@ -18,100 +18,86 @@ ROOTS: dict[str, str | None] = {
 }
 """Packages whose names are answered, and ours that has the same paths below it (None: what is listed, no more)."""
 
-_BUILDER, _UTILITIES, _XLA = (f"nxd_infer.compat.{name}" for name in ("model_builder", "utilities", "torch_xla"))
-
-_MODULES = {
-    "nxd_infer.checkpoint.api": ".trainer.checkpoint",
-    "nxd_infer.checkpoint.neuronx.converter": ".scripts.checkpoint_converter",
-    "nxd_infer.compat.attention": ".modules.attention.utils",
-    "nxd_infer.compat.medusa": ".utils.medusa_utils",
-    f"{_BUILDER}.first_generation": ".trace.model_builder",
-    f"{_BUILDER}.functions": ".trace.functions .trace.model_builder_utils .trace.model_builder_v2",
-    f"{_BUILDER}.nxd_model": ".trace.nxd_model .trace.nxd_model.nxd_model",
-    f"{_BUILDER}.parallel_context": ".trace.mock_torchdist .trace.parallel_context",
-    _XLA: "torch_xla",
-    f"{_XLA}.host": "torch_xla.distributed.xla_backend",
-    f"{_XLA}.metrics": "torch_xla.debug.metrics",
-    f"{_XLA}.parallel_loader": "torch_xla.distributed.parallel_loader",
-    f"{_XLA}.runtime": "torch_xla.runtime",
-    f"{_XLA}.serialization": "torch_xla.utils.serialization",
-    f"{_XLA}.spawning": "torch_xla.distributed.xla_multiprocessing",
-    f"{_XLA}.tpu": "torch_xla._internal.tpu torch_xla.experimental.tpu",
-    f"{_XLA}.xla_model": "torch_xla.core.xla_model",
-    "nxd_infer.distributed": "optimum.neuron.distributed",
-    "nxd_infer.modules.lora.layers": ".modules.lora.layer",
-    "nxd_infer.modules.moe.expert_mlps_v2": ".modules.moe.expert_mlps",
-    "nxd_infer.modules.nxd_model": ".trainer.model",
-    "nxd_infer.modules.tensor_capture": ".utils.tensor_capture",
-    "nxd_infer.optimizer.adamw_fp32": ".utils.adamw_fp32_optim_params",
-    "nxd_infer.parallel_state": ".parallel_layers.parallel_state",
-    "nxd_infer.trace.api": ".trace.trace",
-}
+_MODULES = """
+.checkpoint.api .trainer.checkpoint
+.checkpoint.neuronx.converter .scripts.checkpoint_converter
+.compat.attention .modules.attention.utils
+.compat.medusa .utils.medusa_utils
+.compat.model_builder.first_generation .trace.model_builder
+.compat.model_builder.functions .trace.functions .trace.model_builder_utils .trace.model_builder_v2
+.compat.model_builder.nxd_model .trace.nxd_model .trace.nxd_model.nxd_model
+.compat.model_builder.parallel_context .trace.mock_torchdist .trace.parallel_context
+.compat.torch_xla torch_xla
+.compat.torch_xla.host torch_xla.distributed.xla_backend
+.compat.torch_xla.metrics torch_xla.debug.metrics
+.compat.torch_xla.parallel_loader torch_xla.distributed.parallel_loader
+.compat.torch_xla.runtime torch_xla.runtime
+.compat.torch_xla.serialization torch_xla.utils.serialization
+.compat.torch_xla.spawning torch_xla.distributed.xla_multiprocessing
+.compat.torch_xla.tpu torch_xla._internal.tpu torch_xla.experimental.tpu
+.compat.torch_xla.xla_model torch_xla.core.xla_model
+.distributed optimum.neuron.distributed
+.modules.lora.layers .modules.lora.layer
+.modules.moe.expert_mlps_v2 .modules.moe.expert_mlps
+.modules.nxd_model .trainer.model
+.modules.tensor_capture .utils.tensor_capture
+.optimizer.adamw_fp32 .utils.adamw_fp32_optim_params
+.parallel_state .parallel_layers.parallel_state
+.trace.api .trace.trace
+"""
 """Modules here, and the old ones whose names they have, all or most."""
 
-_NAMES = (
-    (".", "ModelBuilder", f"{_BUILDER}.functions"),
-    (".", "NxDModel", f"{_BUILDER}.nxd_model"),
-    (".", "NxDParallelState", f"{_BUILDER}.parallel_context"),
-    (".", "shard_checkpoint", f"{_BUILDER}.shards"),
-    (".kernels.flash_attn", "nki_flash_attn_func", "nxd_infer.compat.attention"),
-    (".kernels.ring_attention_kernel", "nki_ring_attn_func", "nxd_infer.compat.attention"),
-    (".modules.moe.model_utils", "ACT2FN", "nxd_infer.modules.activations:ACTIVATIONS"),
-    (".modules.moe.model_utils", "GLUType", "nxd_infer.modules.moe.moe_configs"),
-    (".operators.argmax", "argmax", "nxd_infer.parallel_layers.search"),
-    (".operators.topk", "topk", "nxd_infer.parallel_layers.search"),
-    (".optimizer", "NeuronEPZero1Optimizer", "nxd_infer.optimizer:NeuronZero1Optimizer"),
-    (".parallel_layers.checkpointing", "NXD_SKIP_RENDEZVOUS", _UTILITIES),
-    (".parallel_layers.checkpointing", "_invoke_preshard_hook", f"{_BUILDER}.shards:invoke_preshard_hook"),
-    (".parallel_layers.comm", "all_gather all_reduce reduce_scatter", f"{_XLA}.xla_model"),
-    (".parallel_layers.parallel_state", "get_gloo_group rmsg", _UTILITIES),
-    (
-        ".parallel_layers.random",
-        "_MODEL_PARALLEL_RNG_TRACKER_NAME",
-        "nxd_infer.parallel_layers.random:MODEL_PARALLEL_RNG",
-    ),
-    (".parallel_layers.utils", "is_pjrt_device is_torch_version_greater_than_2 requires_init_pg_override", _UTILITIES),
-    (".pipeline.comm", "rmsg", _UTILITIES),
-    (".trace", "BaseModelInstance ModelBuilder", f"{_BUILDER}.first_generation"),
-    (".trace", "NxDModel", f"{_BUILDER}.nxd_model"),
-    (".trace", "NxDParallelState init_on_device", f"{_BUILDER}.parallel_context"),
-    (".trace", "get_sharded_checkpoint shard_checkpoint", f"{_BUILDER}.shards"),
-    (".trace.trace", "get_sharded_checkpoint invoke_preshard_hook", f"{_BUILDER}.shards"),
-    (".trace.trace", "init_on_device", f"{_BUILDER}.parallel_context"),
-    (".trace.trace", "replace_weights", f"{_BUILDER}.nxd_model"),
-    (".trainer.checkpoint", "finalize_checkpoint", "nxd_infer.checkpoint.api:wait_for_save"),
-    (".utils", "cpu_mode", _UTILITIES),
-    (
-        ".utils.activation_checkpoint",
-        "apply_activation_checkpointing",
-        "nxd_infer.trainer.activation_checkpoint:apply_activation_checkpoint",
-    ),
-    (".utils.batch_utils", "get_batch_on_this_context_parallel_rank", _UTILITIES),
-    (".utils.logger", "get_logger", _UTILITIES),
-    (".utils.model_utils", "LogicalNCConfig get_platform_lnc is_hf_transformers_available", _UTILITIES),
-    (".utils.model_utils", "init_on_device", f"{_BUILDER}.parallel_context"),
-    (".utils.model_utils", "move_model_to_device", "nxd_infer.layout.params"),
-    (".utils.random", "set_random_seed", _UTILITIES),
-    (".utils.sampling", "Sampler", "nxd_infer.compat.sampling"),
-    (
-        ".utils.tensor_capture.model_modification",
-        "find_available_modules",
-        "nxd_infer.modules.tensor_capture:get_available_modules",
-    ),
-    (".utils.tensor_replacement", "TensorReplacementRegister", "nxd_infer.modules.tensor_capture"),
-    (".utils.tensor_replacement.registry", "TensorReplacementRegister", "nxd_infer.modules.tensor_capture"),
-    (".utils.tensor_utils", "cumsum", _UTILITIES),
-    (".utils.utils", "hardware", _UTILITIES),
-    ("neuronxcc.nki", "jit", "nxd_infer.compat.torch_neuronx:nki_jit"),
-    ("torch_neuronx.utils", "get_platform_target", _UTILITIES),
-    ("torch_neuronx.xla_impl.ops", "RmsNorm neuron_layer nki_jit", "nxd_infer.compat.torch_neuronx"),
-    ("torch_xla.amp", "GradScaler", "torch.amp"),
-    ("torch_xla.amp", "autocast", f"{_XLA}.host"),
-    ("torch_xla.amp.syncfree", "Adam AdamW SGD", "torch.optim"),
-    ("torch_xla.debug.profiler", "StepTrace Trace", "torch.profiler:record_function"),
-    ("torch_xla.utils.checkpoint", "checkpoint", "torch.utils.checkpoint"),
-)
-"""Old modules, names of theirs, and where these are: a module, or ``"module:attribute"``."""
+_NAMES = """
+. ModelBuilder .compat.model_builder.functions
+. NxDModel .compat.model_builder.nxd_model
+. NxDParallelState .compat.model_builder.parallel_context
+. shard_checkpoint .compat.model_builder.shards
+.kernels.flash_attn nki_flash_attn_func .compat.attention
+.kernels.ring_attention_kernel nki_ring_attn_func .compat.attention
+.modules.moe.model_utils ACT2FN .modules.activations:ACTIVATIONS
+.modules.moe.model_utils GLUType .modules.moe.moe_configs
+.operators.argmax argmax .parallel_layers.search
+.operators.topk topk .parallel_layers.search
+.optimizer NeuronEPZero1Optimizer .optimizer:NeuronZero1Optimizer
+.parallel_layers.checkpointing NXD_SKIP_RENDEZVOUS .compat.utilities
+.parallel_layers.checkpointing _invoke_preshard_hook .compat.model_builder.shards:invoke_preshard_hook
+.parallel_layers.comm all_gather all_reduce reduce_scatter .compat.torch_xla.xla_model
+.parallel_layers.parallel_state get_gloo_group rmsg .compat.utilities
+.parallel_layers.random _MODEL_PARALLEL_RNG_TRACKER_NAME .parallel_layers.random:MODEL_PARALLEL_RNG
+.parallel_layers.utils is_pjrt_device is_torch_version_greater_than_2 requires_init_pg_override .compat.utilities
+.pipeline.comm rmsg .compat.utilities
+.trace BaseModelInstance ModelBuilder .compat.model_builder.first_generation
+.trace NxDModel .compat.model_builder.nxd_model
+.trace NxDParallelState init_on_device .compat.model_builder.parallel_context
+.trace get_sharded_checkpoint shard_checkpoint .compat.model_builder.shards
+.trace.trace get_sharded_checkpoint invoke_preshard_hook .compat.model_builder.shards
+.trace.trace init_on_device .compat.model_builder.parallel_context
+.trace.trace replace_weights .compat.model_builder.nxd_model
+.trainer.checkpoint finalize_checkpoint .checkpoint.api:wait_for_save
+.utils cpu_mode .compat.utilities
+.utils.activation_checkpoint apply_activation_checkpointing .trainer.activation_checkpoint:apply_activation_checkpoint
+.utils.batch_utils get_batch_on_this_context_parallel_rank .compat.utilities
+.utils.logger get_logger .compat.utilities
+.utils.model_utils LogicalNCConfig get_platform_lnc is_hf_transformers_available .compat.utilities
+.utils.model_utils init_on_device .compat.model_builder.parallel_context
+.utils.model_utils move_model_to_device .layout.params
+.utils.random set_random_seed .compat.utilities
+.utils.sampling Sampler .compat.sampling
+.utils.tensor_capture.model_modification find_available_modules .modules.tensor_capture:get_available_modules
+.utils.tensor_replacement TensorReplacementRegister .modules.tensor_capture
+.utils.tensor_replacement.registry TensorReplacementRegister .modules.tensor_capture
+.utils.tensor_utils cumsum .compat.utilities
+.utils.utils hardware .compat.utilities
+neuronxcc.nki jit .compat.torch_neuronx:nki_jit
+torch_neuronx.utils get_platform_target .compat.utilities
+torch_neuronx.xla_impl.ops RmsNorm neuron_layer nki_jit .compat.torch_neuronx
+torch_xla.amp GradScaler torch.amp
+torch_xla.amp autocast .compat.torch_xla.host
+torch_xla.amp.syncfree Adam AdamW SGD torch.optim
+torch_xla.debug.profiler StepTrace Trace torch.profiler:record_function
+torch_xla.utils.checkpoint checkpoint torch.utils.checkpoint
+"""
+"""Old modules, names of theirs, and where these are: a module, or ``module:attribute``."""
 
 _DEVICE = """
 ExpertMLPs itself computes dropless experts
@@ -203,17 +189,25 @@ def _rows(table: str) -> Iterator[tuple[str, str, str]]:
         yield module, names, text
 
 
+def _words(table: str) -> list[list[str]]:
+    return [line.split() for line in table.strip().splitlines()]
+
+
+def _ours(path: str) -> str:
+    return f"nxd_infer{path}" if path.startswith(".") else path
+
+
 def _table() -> dict[str, Module]:
     found: dict[str, Module] = {}
 
     def module(path: str) -> Module:
         return found.setdefault(f"neuronx_distributed{path.rstrip('.')}" if path.startswith(".") else path, Module())
 
-    for ours, paths in _MODULES.items():
-        for path in paths.split():
-            module(path).ours = ours
-    for path, names, place in _NAMES:
-        module(path).names |= dict.fromkeys(names.split(), place)
+    for ours, *paths in _words(_MODULES):
+        for path in paths:
+            module(path).ours = _ours(ours)
+    for path, *names, place in _words(_NAMES):
+        module(path).names |= dict.fromkeys(names, _ours(place))
     for path, names, text in _rows(_DEVICE):
         module(path).device |= dict.fromkeys(names.split(), text)
     for path, names, text in _rows(_DIFFERS):
