@@ -1,11 +1,4 @@
-"""What becomes here of the old packages' names that a program uses; the program is read, not run.
-
-::
-
-    files, rows = examine([Path("train.py"), Path("modules")])
-    for row in rows:
-        print(row.file, row.lines, row.status, row.name, row.text)
-"""
+"""What becomes here of the old packages' names that a program uses; the program is read, not run."""
 
 from __future__ import annotations
 

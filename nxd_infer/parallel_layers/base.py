@@ -300,6 +300,12 @@ class WeightAndBias(ParallelLayer):
     keep_master_weight: bool
     fan_in: int
     """The logical inputs of an output."""
+    shown: tuple[str, ...] = ()
+    """Attributes that the layer's text has."""
+
+    def extra_repr(self) -> str:
+        shown = [f"{name}={getattr(self, name)}" for name in self.shown]
+        return ", ".join([*shown, f"bias={self.bias is not None}", f"{self.axis}={self.degree}"])
 
     def make_parameters(self, bias: bool, dtype: torch.dtype, device: DeviceLike, stride: int = 1) -> None:
         """Register and initialise the parameters, after the layer's plans are set."""

@@ -66,6 +66,8 @@ class ColumnParallelLinear(BaseParallelLinear):
     ranks, the first call raises ShardingError, so ``pad_model`` can be applied before.
     """
 
+    shown = ("input_size", "output_size", "gather_output")
+
     @also_called(
         "self input_size output_size bias gather_output dtype device stride init_method sequence_parallel_enabled "
         "sequence_dimension keep_master_weight skip_bias_add pad pad_alignment_size_per_rank keep_padded_output "
@@ -158,12 +160,6 @@ class ColumnParallelLinear(BaseParallelLinear):
                 y = F.pad(y, (0, self.pad_size), value=torch.finfo(y.dtype).min)
         return (y, bias) if self.skip_bias_add else y
 
-    def extra_repr(self) -> str:
-        return (
-            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
-            f"gather_output={self.gather_output}, {self.axis}={self.degree}"
-        )
-
 
 class RowParallelLinear(BaseParallelLinear):
     """``y = x A^T + b`` with the columns of ``A`` (the inputs) split over the ranks; the ranks' results are summed.
@@ -178,6 +174,8 @@ class RowParallelLinear(BaseParallelLinear):
         reduce_dtype: the results are summed over ranks in this dtype and cast back (float64 stays float64).
         input_plan: how the inputs are placed on the ranks; the ``output_plan`` of the layer before.
     """
+
+    shown = ("input_size", "output_size", "input_is_parallel")
 
     @also_called(
         "self input_size output_size bias input_is_parallel dtype device stride init_method sequence_parallel_enabled "
@@ -277,9 +275,3 @@ class RowParallelLinear(BaseParallelLinear):
         if self.skip_bias_add:
             return y, bias
         return y if bias is None else y + bias.to(y.dtype)
-
-    def extra_repr(self) -> str:
-        return (
-            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
-            f"input_is_parallel={self.input_is_parallel}, {self.axis}={self.degree}"
-        )

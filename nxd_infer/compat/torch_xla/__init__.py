@@ -2,9 +2,7 @@
 
 Only :func:`nxd_infer.compat.install` puts it in the place of ``torch_xla``, and never over the real one. Nothing is
 lazy: every operator runs at once, and a step's end runs the closures that wait for it.
-
-The device "xla" *is* the CPU: ``torch_xla.device()`` is ``torch.device("cpu")``, and so is the device of every tensor
-that is made with ``device="xla"``. :mod:`~nxd_infer.compat.torch_xla.host` says how, and what is out of reach.
+:mod:`~nxd_infer.compat.torch_xla.host` says how the device "xla" is the CPU, and what is out of reach.
 """
 
 from nxd_infer.compat.torch_xla.runtime import device, device_count, devices, manual_seed, real_devices

@@ -57,6 +57,7 @@ class ExpertFusedLinear(WeightAndBias):
         dtype, device, keep_master_weight, tensor_model_parallel_group: as for ColumnParallelLinear.
     """
 
+    shown = ("num_experts", "input_size", "output_size")
     split: int
     """0 if the inputs are split over the tensor parallel ranks, 1 if the outputs are."""
 
@@ -106,12 +107,6 @@ class ExpertFusedLinear(WeightAndBias):
 
     def _shift(self) -> Tensor | None:
         return None if self.bias is None else mappings.with_mean_gradient(self.bias, context=self.context)
-
-    def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.num_experts}, input_size={self.input_size}, output_size={self.output_size}, "
-            f"bias={self.bias is not None}, {self.axis}={self.degree}, ep={self.context.ep.degree}"
-        )
 
 
 def _fill_each(fill: Fill, weight: Tensor) -> None:
