@@ -29,6 +29,7 @@ class ActivationQuantizationType(Enum):
     NONE = None
 
 
+FIELDS = ("quantization_type", "quantized_dtype", "quantization_per_channel_axis")
 BASE_QCONFIG_DICT_TYPE = PER_CHANNEL_QCONFIG_DICT_TYPE = dict[str, Any]
 
 
@@ -62,8 +63,7 @@ def scheme(config: Mapping[str, Any] | None, dims: int) -> tuple[QuantizedDtype,
     Raises ParallelConfigError for what is not known.
     """
     rest = {**get_default_custom_qconfig_dict(), **(config or {})}
-    names = ("quantization_type", "quantized_dtype", "quantization_per_channel_axis")
-    kind, dtype, axis = (rest.pop(name, None) for name in names)
+    kind, dtype, axis = (rest.pop(name, None) for name in FIELDS)
     kind, dtype = _TYPES.get(kind, kind), _DTYPES.get(dtype, dtype)
     rest["activations"] = rest.pop("activation_quantization_type", None) not in _NO_ACTIVATIONS
     if any(rest.values()) or not isinstance(kind, QuantizationType) or not isinstance(dtype, QuantizedDtype):
@@ -76,7 +76,5 @@ def scheme(config: Mapping[str, Any] | None, dims: int) -> tuple[QuantizedDtype,
     by_expert = kind is QuantizationType.EXPERT_WISE_PER_CHANNEL_SYMMETRIC
     axis = 0 if axis is None or (by_expert and dims == 2) else axis
     if not -dims <= axis < dims:
-        raise ParallelConfigError(
-            f"quantization_per_channel_axis={axis} of a weight of {dims} dimensions: take a lower one"
-        )
+        raise ParallelConfigError(f"quantization_per_channel_axis={axis} of a weight of {dims} dimensions")
     return dtype, tuple(sorted({axis % dims, *([0] if by_expert else [])}))

@@ -21,7 +21,7 @@ from nxd_infer.modules.moe.moe_parallel_layers import ExpertFusedColumnParallelL
 from nxd_infer.parallel_layers.base import ParallelLayer
 from nxd_infer.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_infer.quantization.dequantize import absolute_maximum, quantized, scale_dequantize, scale_for
-from nxd_infer.quantization.quantization_config import QuantizationType, QuantizedDtype, scheme
+from nxd_infer.quantization.quantization_config import FIELDS, QuantizedDtype, scheme
 
 Self = TypeVar("Self", bound="BaseQuantizeParallelLinear")
 
@@ -38,19 +38,8 @@ class BaseQuantizeParallelLinear(ParallelLayer):
     dims = 2
     """Of the weight, and of the sizes."""
 
-    def __init__(
-        self,
-        *sizes: int,
-        quantization_type: QuantizationType = QuantizationType.PER_TENSOR_SYMMETRIC,
-        quantization_per_channel_axis: int | None = None,
-        quantized_dtype: QuantizedDtype = QuantizedDtype.INT8,
-        **more: Any,
-    ):
-        config = {
-            "quantization_type": quantization_type,
-            "quantized_dtype": quantized_dtype,
-            "quantization_per_channel_axis": quantization_per_channel_axis,
-        }
+    def __init__(self, *sizes: int, **more: Any):
+        config = {name: more.pop(name) for name in FIELDS if name in more}
         if len(sizes) > self.dims:
             raise ParallelConfigError(f"{type(self).__name__} takes {self.dims} sizes, and all else by keyword")
         self.quantized_dtype, self.channels = scheme(config, self.dims)
@@ -122,9 +111,8 @@ class QuantizedColumnParallel(BaseQuantizeParallelLinear, ColumnParallelLinear):
 
     Args:
         sizes: those of the float layer, by place; all others by keyword.
-        quantization_type, quantization_per_channel_axis, quantized_dtype: as in a ``q_config``; the axis is 0 if none
-            is given.
-        more: as for the float layer; ``dtype`` is that of the product, and of the bias.
+        more: ``quantization_type``, ``quantized_dtype`` and ``quantization_per_channel_axis`` as in a ``q_config``, and
+            what the float layer takes; ``dtype`` is that of the product, and of the bias.
     """
 
 
