@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from nxd_models.generic.build import adopt, parallel_model
 from nxd_models.generic.config import GenericEncoderConfig
-from nxd_models.serving.encoder_step import AnswerStep, ClassifyStep, EmbedStep, FillMaskStep, TokenClassifyStep
 from nxd_models.serving.pooling import SentencePooling
 
 
@@ -89,33 +88,3 @@ class Answerer(_Model):
     ) -> Tensor:
         found = self.run(input_ids, attention_mask, token_type_ids)
         return torch.stack([found.start_logits, found.end_logits], -1).float()
-
-
-class GenericEmbedStep(EmbedStep, SentenceEncoder):
-    """An encoder of transformers with pooling, as traced."""
-
-    nxd_equal_ranks = True
-
-
-class GenericClassifyStep(ClassifyStep, Classifier):
-    """A classifier of transformers, as traced."""
-
-    nxd_equal_ranks = True
-
-
-class GenericTokenStep(TokenClassifyStep, TokenClassifier):
-    """A token classifier of transformers, as traced."""
-
-    nxd_equal_ranks = True
-
-
-class GenericMaskStep(FillMaskStep, MaskedLM):
-    """A masked language model of transformers, as traced."""
-
-    nxd_equal_ranks = True
-
-
-class GenericAnswerStep(AnswerStep, Answerer):
-    """A model of transformers that finds answers in texts, as traced."""
-
-    nxd_equal_ranks = True

@@ -18,11 +18,6 @@ from nxd_models.generic.decoder import CausalLM, CausalLMStep
 from nxd_models.generic.encoder import (
     Answerer,
     Classifier,
-    GenericAnswerStep,
-    GenericClassifyStep,
-    GenericEmbedStep,
-    GenericMaskStep,
-    GenericTokenStep,
     MaskedLM,
     SentenceEncoder,
     TokenClassifier,
@@ -30,6 +25,14 @@ from nxd_models.generic.encoder import (
 from nxd_models.generic.supported import read_config
 from nxd_models.generic.uncached import UncachedLM, UncachedStep
 from nxd_models.generic.whole_texts import WholeTexts
+from nxd_models.serving.encoder_step import (
+    AnswerStep,
+    ClassifyStep,
+    EmbedStep,
+    FillMaskStep,
+    TokenClassifyStep,
+    traced,
+)
 from nxd_models.spec import TRANSFORMERS, ModelSpec, Task
 
 
@@ -43,10 +46,10 @@ def _causal_step(config: Any, *args: Any, **options: Any) -> nn.Module:
 
 _TASKS = {
     "generate": (_causal, _causal_step, "AutoModelForCausalLM", WholeTexts),
-    "classify": (Classifier, GenericClassifyStep, Classifier.kind, None),
-    "token-classification": (TokenClassifier, GenericTokenStep, TokenClassifier.kind, None),
-    "question-answering": (Answerer, GenericAnswerStep, Answerer.kind, None),
-    "fill-mask": (MaskedLM, GenericMaskStep, MaskedLM.kind, None),
+    "classify": (Classifier, traced(ClassifyStep, Classifier), Classifier.kind, None),
+    "token-classification": (TokenClassifier, traced(TokenClassifyStep, TokenClassifier), TokenClassifier.kind, None),
+    "question-answering": (Answerer, traced(AnswerStep, Answerer), Answerer.kind, None),
+    "fill-mask": (MaskedLM, traced(FillMaskStep, MaskedLM), MaskedLM.kind, None),
 }
 
 
@@ -73,7 +76,7 @@ def family_of(model_type: Any, embeds: bool = False) -> ModelSpec | None:
                 for name, (module, step, head, reference) in _TASKS.items()
                 if (architectures := architectures_for(name, model_type))
             },
-            "embed": Task(SentenceEncoder, GenericEmbedStep, blocks, weights=read("AutoModel")),
+            "embed": Task(SentenceEncoder, traced(EmbedStep, SentenceEncoder), blocks, weights=read("AutoModel")),
         },
         stored_weights=RENAMED,
         model_impl=TRANSFORMERS,

@@ -1,6 +1,6 @@
 """The traced module of an encoder: one call, from ids to embeddings or logits.
 
-class SentenceStep(EmbedStep, SentenceEncoder): ...
+Task(SentenceEncoder, traced(EmbedStep, SentenceEncoder), blocks="encoder.layer")
 """
 
 from __future__ import annotations
@@ -86,3 +86,8 @@ class FillMaskStep(EncoderStep):
     def named(self, found: Tensor) -> dict[str, Tensor]:
         top = found.log_softmax(-1).topk(min(TOP_LOGPROBS, found.shape[-1]))
         return {"top_ids": top.indices, "top_logprobs": top.values}
+
+
+def traced(step: type[EncoderStep], module: type[nn.Module]) -> type[nn.Module]:
+    """Return ``module`` as it is traced. All ranks have the same graph: our modules read the rank as data."""
+    return type(f"{module.__name__}Step", (step, module), {"nxd_equal_ranks": True})
