@@ -100,7 +100,8 @@ class EncoderConfig:
     pad_token_id: int = 0
     labels: tuple[str, ...] = ()
     scores: str = "softmax"
-    """Activation that turns a classifier's logits into its answer: "sigmoid", "softmax" or "none"."""
+    """Activation that turns a classifier's logits into its answer: "sigmoid", "softmax", "none" or "regression",
+    which is none of a text's and a sigmoid of a pair's."""
     dtype: str = "float32"
 
     @property

@@ -30,6 +30,7 @@ from nxd_server.engine.request import (
     Event,
     FinishEvent,
     FinishReason,
+    PromptEvent,
     Ticket,
     TokenEvent,
     Usage,
@@ -38,7 +39,7 @@ from nxd_server.engine.request import (
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.engine.text_encoder import Encoded, TextEncoder, likeliest, probabilities
 from nxd_server.errors import GenerateOnlyError, RequestError
-from nxd_server.text.chat_template import ChatTemplate
+from nxd_server.text.chat_template import AT_THE_END, ChatTemplate
 from nxd_server.text.tokenizer import Tokenizer
 from nxd_server.text.tokenizer_files import TextFiles
 
@@ -87,6 +88,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     usage: Usage
     """Number of tokens of the prompt, and of all completions together."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One entry per token of the prompt, None for the first, if ``prompt_logprobs`` was requested."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +242,7 @@ class LLM:
                 "this artifact has no chat template: trace a model that has a chat_template.jinja, or use generate()",
             )
         for name, value in template_variables.items():
-            given = value not in (None, [], {}) and name not in ("add_generation_prompt", "max_characters")
+            given = value not in (None, [], {}) and name not in AT_THE_END
             if given and not self.chat_template.names(name):
                 raise RequestError(name, "the model's chat template reads no such variable, and would ignore it")
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
@@ -255,7 +258,7 @@ class LLM:
         *,
         timeout: float | None = None,
         adapter: str | None = None,
-    ) -> Iterator[TokenEvent | FinishEvent]:
+    ) -> Iterator[PromptEvent | TokenEvent | FinishEvent]:
         """Complete one prompt and yield its events; leaving the loop cancels the rest. Raises the error if it fails."""
         tokens = self._encode(prompt)
         params = params or self._default(tokens)
@@ -305,6 +308,7 @@ class LLM:
                 prompt,
                 collector.outputs,
                 Usage(len(prompt), sum(len(output.token_ids) for output in collector.outputs), collector.cached_tokens),
+                collector.prompt_logprobs(prompt),
             )
             for text, prompt, collector in zip(texts, prompts, collectors, strict=True)
         ]
@@ -419,6 +423,7 @@ class _Collector:
 
     def __init__(self, params: SamplingParams):
         self.error: Exception | None = None
+        self._scores: list[tuple[float, tuple[tuple[int, float], ...]]] | None = None
         self.cached_tokens: int | None = None
         """Of the prompt, in the first choice that has ended."""
         self.outputs = [
@@ -427,6 +432,9 @@ class _Collector:
 
     def __call__(self, event: Event) -> None:
         output = self.outputs[event.index]
+        if isinstance(event, PromptEvent):
+            self._scores = event.scores
+            return
         if isinstance(event, ErrorEvent):
             self.error = self.error or event.error
             return
@@ -439,6 +447,11 @@ class _Collector:
         output.token_ids.append(event.token)
         if output.logprobs is not None:
             output.logprobs.append(TokenLogprob(event.token, event.logprob, event.top))
+
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[TokenLogprob | None] | None:
+        if self._scores is None:
+            return None
+        return [None, *(TokenLogprob(token, *one) for token, one in zip(prompt[1:], self._scores, strict=True))]
 
 
 def _plain(prompt: Prompt) -> str | Sequence[int]:

@@ -224,5 +224,5 @@ class ClassifierFile(ModelFile):
                 )
             return found
         if problem == "regression":
-            return "none"
+            return "regression" if labels == 1 else "none"
         return "sigmoid" if problem == "multi_label_classification" or labels == 1 else "softmax"

@@ -29,6 +29,7 @@ from nxd_server.engine.request import (
     FinishReason,
     Inbox,
     OnEvent,
+    PromptEvent,
     Sequence,
     Ticket,
     Timings,
@@ -48,6 +49,7 @@ from nxd_server.errors import DeadlineExceededError, GenerationError, RequestErr
 from nxd_server.text.detokenize import Detokenizer, TextStream
 from nxd_server.text.grammars import CompiledGrammar, Grammars
 from nxd_server.text.structured_outputs import StructuredOutputs
+from nxd_server.text.token_rules import TokenRules
 from nxd_server.text.tokenizer import Tokenizer
 
 log = logging.getLogger("nxd_server.engine")
@@ -105,6 +107,8 @@ class Engine(EngineCore):
         self._input_names = set.intersection(*({spec.name for spec in bucket.inputs} for bucket in manifest.buckets))
         self._ids = itertools.count(1)
         shapes = {bucket.name: tokens_input(bucket).shape for bucket in manifest.buckets}
+        single = min(shape[1] for shape in shapes.values()) == 1
+        self._scores_prompts = single and "allowed" in self._input_names and not self._encodes_prompts
         graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
         step_costs = StepCosts([*graphs, *verifying], costs)  # verifying graphs only if speculating
         super().__init__(
@@ -172,6 +176,9 @@ class Engine(EngineCore):
             new_tokens = max_new_tokens(params.max_tokens, len(prompt), self.max_len)
             samplers = self._checked_params(params)
             grammar = grammar or self.grammar_of(params)
+            rules = None
+            if params.allowed_token_ids or params.bad_words:
+                rules = TokenRules(params.allowed_token_ids, params.bad_words, self.tokenizer, self.vocab_size)
             check_timeout(timeout)
         except RequestError:
             queue.rejected["invalid"] += 1
@@ -185,7 +192,8 @@ class Engine(EngineCore):
             for index, sampler in enumerate(samplers):
                 text = None
                 if self.tokenizer is not None:
-                    text = TextStream(Detokenizer(self.tokenizer, before), params.stop)
+                    detokenizer = Detokenizer(self.tokenizer, before, params.skip_special_tokens)
+                    text = TextStream(detokenizer, params.stop, params.include_stop_str_in_output)
                 sampler.values["adapter"] = 0 if lora is None else lora.slot
                 choice = Sequence(
                     id=next(self._ids),
@@ -198,7 +206,9 @@ class Engine(EngineCore):
                     sampler=sampler,
                     text=text,
                     guide=None if grammar is None else grammar.guide(),
+                    rules=rules,
                     adapter=lora,
+                    scores=None if params.prompt_logprobs is None else [],
                 )
                 ticket.choices.append(choice)
             ticket.open = params.n
@@ -237,8 +247,12 @@ class Engine(EngineCore):
     def _checked_params(self, params: SamplingParams) -> list[Sampler]:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer, and this artifact has none; use stop_token_ids")
-        if params.logprobs is not None and params.logprobs > self.max_logprobs:
-            raise RequestError("logprobs", f"at most {self.max_logprobs} are available, got {params.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(params, name)) is not None and asked > self.max_logprobs:
+                raise RequestError(name, f"at most {self.max_logprobs} are available, got {asked}")
+        if params.prompt_logprobs is not None and not self._scores_prompts:
+            what = "a decoder whose graphs take single tokens and have the input 'allowed', which this artifact is not"
+            raise RequestError("prompt_logprobs", f"needs {what}")
         limit = self.queue.most
         if params.n > limit:
             raise RequestError("n", f"at most {limit} choices fit this server's slots and queue, got {params.n}")
@@ -357,15 +371,25 @@ class Engine(EngineCore):
         for index, row in enumerate(step.rows):
             choice = row.sequence
             for place in range(row.length if step.kind == "decode" else 1):
-                if not row.samples or choice.slot is None:
+                if choice.slot is None or (not row.samples and choice.scores is None):
                     break
                 token, logprob = result.tokens[index][place], result.logprob(index, place)
                 if not 0 <= token < self.vocab_size or math.isnan(logprob):
                     values = f"token {token}, log-probability {logprob}"
                     self._fail(choice, GenerationError(f"the model gave no valid token ({values})"))
                     break
+                if choice.scores is not None and not row.samples:
+                    right = token == choice.prompt[row.start + 1]  # else that one cannot come at all
+                    top = result.top(index, place, choice.params.prompt_logprobs or 0)
+                    choice.scores.append((logprob if right else -math.inf, top))
+                    break
                 if choice.first_token is None:
                     choice.first_token = now
+                    if choice.scores is not None:
+                        self._send(choice, PromptEvent(choice.index, choice.scores))
+                if choice.max_new_tokens == 0:
+                    self._finish(choice, "length")
+                    break
                 try:
                     top = result.top(index, place, choice.params.logprobs) if choice.params.logprobs else ()
                     self._take_token(choice, token, logprob, top)
@@ -379,7 +403,10 @@ class Engine(EngineCore):
         may_stop = len(choice.output) > params.min_tokens
         named, ends = token in params.stop_token_ids, token in self.eos_token_ids
         if (may_stop and (named or (ends and not params.ignore_eos))) or (ends and guide is not None):
-            self._send(choice, TokenEvent(choice.index, token, "", logprob, top, is_stop=True))
+            text = ""
+            if params.include_stop_str_in_output and choice.text is not None:
+                text = choice.text.push(token, may_stop=False)
+            self._send(choice, TokenEvent(choice.index, token, text, logprob, top, is_stop=True))
             self._finish(choice, "stop", stop=token if named else None)
             return
         if guide is not None:

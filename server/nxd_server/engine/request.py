@@ -1,8 +1,8 @@
 """A request in the engine: the events that its caller gets, a ticket, one sequence of tokens for each of its choices,
 and the inbox through which the engine's thread takes it.
 
-Each choice (``index`` 0 to n-1) has any number of :class:`TokenEvent`, then exactly one terminal event:
-:class:`FinishEvent` or :class:`ErrorEvent`. Nothing follows a choice's terminal event.
+Each choice (``index`` 0 to n-1) has a :class:`PromptEvent` if it asked for one, any number of :class:`TokenEvent`, then
+exactly one terminal event: :class:`FinishEvent` or :class:`ErrorEvent`. Nothing follows a choice's terminal event.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nxd_server.engine.sampling_params import Sampler, SamplingParams
 from nxd_server.errors import MaxTokensError, PromptTooLongError, RequestError
 from nxd_server.text.detokenize import TextStream
 from nxd_server.text.grammars import Guide
+from nxd_server.text.token_rules import TokenRules
 from nxd_server.text.tokenizer import Tokenizer
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
@@ -70,6 +71,14 @@ class TokenEvent(NamedTuple):
     """The token ended the answer (end of sequence or a stop token) and is not part of its text."""
 
 
+class PromptEvent(NamedTuple):
+    """The log-probabilities of a prompt (``SamplingParams.prompt_logprobs``)."""
+
+    index: int
+    scores: list[tuple[float, tuple[tuple[int, float], ...]]]
+    """Of each token but the first: its log-probability behind those before it, and the likeliest tokens there."""
+
+
 @dataclass(frozen=True)
 class FinishEvent:
     """The choice is complete."""
@@ -94,7 +103,7 @@ class ErrorEvent:
     timings: Timings
 
 
-Event: TypeAlias = TokenEvent | FinishEvent | ErrorEvent
+Event: TypeAlias = PromptEvent | TokenEvent | FinishEvent | ErrorEvent
 OnEvent: TypeAlias = Callable[[Event], None]
 
 
@@ -159,6 +168,7 @@ class Sequence:
     text: TextStream | None = None
     guide: Guide | None = None
     """Its place in the grammar that it follows."""
+    rules: TokenRules | None = None
     adapter: Adapter | None = None
     output: list[int] = field(default_factory=list)
     slot: int | None = None
@@ -171,6 +181,8 @@ class Sequence:
     admitted: float | None = None
     first_token: float | None = None
     ended: bool = False
+    scores: list[tuple[float, tuple[tuple[int, float], ...]]] | None = None
+    """As in :class:`PromptEvent`, so far; None if its prompt gets none."""
 
     @property
     def whole(self) -> WholeRequest:
@@ -184,6 +196,11 @@ class Sequence:
     def remaining(self) -> int:
         """Prompt tokens that are not in the cache yet; 0 while decoding."""
         return max(0, len(self.prompt) - self.computed)
+
+    @property
+    def guided(self) -> bool:
+        """Whether what may come next depends on the tokens before it."""
+        return self.guide is not None or self.rules is not None
 
     @property
     def goes_on(self) -> bool:

@@ -22,15 +22,18 @@ GREEDY_BELOW = 1e-4
 operator's own limit (``nxd_infer.ops.sampling``), so that both always agree."""
 SMALLEST_TOP_P = 1e-6
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 128
 MAX_STOP_LENGTH = 1024
 WHOLE_NUMBERS = {
-    "max_tokens": Option(16, "", int, minimum=1),
+    "max_tokens": Option(16, "", int, minimum=0),
     "n": Option(1, "", int, minimum=1, maximum=128),
     "min_tokens": Option(0, "", int, minimum=0),
     "seed": Option(0, "", int, minimum=-(2**63), maximum=2**63 - 1),
     "logprobs": Option(0, "", int, minimum=0),
+    "prompt_logprobs": Option(0, "", int, minimum=0),
 }
-MAY_BE_NONE = ("max_tokens", "seed", "logprobs")
+MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 TOKEN_ID = Option(0, "", int, minimum=0)
 BIAS = Option(0.0, "Added to a token's logit.", float, minimum=-100, maximum=100)
 SAMPLER_DEFAULTS: dict[str, float] = {
@@ -76,7 +79,8 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 16
-    """Maximum number of generated tokens; None: up to the model's maximum length. More than fits is an error."""
+    """Maximum number of generated tokens; None: up to the model's maximum length. More than fits is an error. 0: the
+    prompt is only read."""
     temperature: float = _sampler("temperature")
     """0 is greedy; 0 to 2."""
     top_p: float = _sampler("top_p")
@@ -88,9 +92,20 @@ class SamplingParams:
     stop: list[str] = field(default_factory=list)
     """Strings that end the text; they are not included in it."""
     stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    """Whether the text has at its end what stopped it."""
+    skip_special_tokens: bool = True
+    """Whether the text lacks special tokens."""
+    allowed_token_ids: list[int] = field(default_factory=list)
+    """No other tokens are generated; none given: any."""
+    bad_words: list[str] = field(default_factory=list)
+    """Texts that are not generated."""
     n: int = 1
     logprobs: int | None = None
     """None: none; 0: of the chosen token; k: also of the k most likely tokens."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. The prompt then takes as long as an answer of so many
+    tokens, less what steps of several rows save."""
     presence_penalty: float = _sampler("presence_penalty")
     frequency_penalty: float = _sampler("frequency_penalty")
     repetition_penalty: float = _sampler("repetition_penalty")
@@ -114,10 +129,13 @@ class SamplingParams:
             put(self, "seed", None)
         if not isinstance(self.cache_salt, str | None):
             raise RequestError("cache_salt", f"must be a string, got {self.cache_salt!r}")
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError("ignore_eos", f"must be true or false, got {self.ignore_eos!r}")
-        put(self, "stop", _stop_strings(self.stop))
-        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, f"must be true or false, got {getattr(self, name)!r}")
+        put(self, "stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
+        put(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            put(self, name, _token_ids(name, getattr(self, name)))
         put(self, "logit_bias", _logit_bias(self.logit_bias))
         if self.structured_outputs is not None:
             put(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
@@ -159,18 +177,18 @@ def _number(name: str, value: Any, declared: Option) -> Any:
     return declared.kind(value)
 
 
-def _stop_strings(value: Any) -> list[str]:
-    stops = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) for stop in stops):
-        raise RequestError("stop", f"must be a string or a list of strings, got {value!r}")
-    if len(stops) > MAX_STOP_STRINGS:
-        raise RequestError("stop", f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(stops)}")
-    for stop in stops:
-        if not stop:
-            raise RequestError("stop", "a stop string must not be empty")
-        if len(stop) > MAX_STOP_LENGTH:
-            raise RequestError("stop", f"a stop string has at most {MAX_STOP_LENGTH} characters, got {len(stop)}")
-    return list(dict.fromkeys(stops))
+def _strings(name: str, value: Any, most: int) -> list[str]:
+    strings = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(one, str) for one in strings):
+        raise RequestError(name, f"must be a string or a list of strings, got {value!r}")
+    if len(strings) > most:
+        raise RequestError(name, f"at most {most} strings are allowed, got {len(strings)}")
+    for one in strings:
+        if not one:
+            raise RequestError(name, "a string must not be empty")
+        if len(one) > MAX_STOP_LENGTH:
+            raise RequestError(name, f"a string has at most {MAX_STOP_LENGTH} characters, got {len(one)}")
+    return list(dict.fromkeys(strings))
 
 
 def _token_ids(name: str, value: Any) -> list[int]:
@@ -224,9 +242,11 @@ def sampler_of(
         banned = tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}))
         if banned and "allowed" not in inputs:
             raise RequestError("min_tokens", _absent("allowed", "min_tokens"))
-    if params.structured_outputs is not None and "allowed" not in inputs:
-        raise RequestError("structured_outputs", _absent("allowed", "structured_outputs"))
-    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    for name in ("structured_outputs", "allowed_token_ids", "bad_words"):
+        if getattr(params, name) and "allowed" not in inputs:
+            raise RequestError(name, _absent("allowed", name))
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        tokens = getattr(params, name)
         if outside := [token for token in tokens if token >= vocab_size]:
             raise RequestError(name, f"token {outside[0]} is outside the vocabulary of {vocab_size}")
     return Sampler(values, tuple(params.logit_bias.items()), banned)

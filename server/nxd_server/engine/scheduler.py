@@ -12,6 +12,8 @@
   of any size that delay decoding by no more than pieces may; or, if that would be less than half as fast for prompts,
   by no more than the shortest piece would. While no piece is short enough and such rows remain, prompts advance only
   in these rows.
+* A prompt whose tokens get log-probabilities goes in rows of one token, each with an output of its own, and takes turns
+  with the pieces of others.
 * With ``prefix_caching`` a prompt begins in the slot that holds most of its tokens, after these tokens.
 * If prompts are read whole (``whole_prompts``, by an encoder), one is one piece, in the smallest graph of prompts that
   fits, however long decoding waits.
@@ -113,6 +115,7 @@ class Scheduler:
         self.groups = groups
         self.whole_prompts = whole_prompts
         self.prefix_caching = prefix_caching and not whole_prompts
+        self._rows_share_slots = mixes
         self.mixes = mixes and stall_ratio < inf  # without a bound, full pieces are cheaper
         shortest = self.graphs[0].length
         self._shared_graphs = [graph for graph in self.graphs if graph.length == shortest]
@@ -127,6 +130,8 @@ class Scheduler:
         """Decoding choices that have not advanced since the last prefill step."""
         self._debt = 0.0
         """Seconds of decoding that must run before the next prefill step."""
+        self._scored_last = False
+        """Whether the last prefill step was one of log-probabilities."""
 
     # --- contents --------------------------------------------------------------------------------
 
@@ -175,7 +180,7 @@ class Scheduler:
         for sequence in admitted:
             self._waiting.remove(sequence)
             # Penalties count the tokens that steps are fed since a sequence began in its slot, at position 0.
-            reuses = self.prefix_caching and not sequence.params.penalised
+            reuses = self.prefix_caching and not sequence.params.penalised and sequence.scores is None
             prompt = sequence.prompt if reuses else ()
             sequence.slot, sequence.reused = self.slots.allocate(prompt, sequence.cache_key)
             sequence.computed = sequence.reused
@@ -226,9 +231,9 @@ class Scheduler:
     def _known(self, streams: list[Sequence]) -> list[Sequence]:
         """Return those of ``streams`` that the next step can have: with a pipeline, the first stage must be told their
         last token; and a grammar says what may follow only if it is known."""
-        if self.groups == 1 and all(stream.guide is None for stream in streams):
+        if self.groups == 1 and not any(stream.guided for stream in streams):
             return streams
-        return [stream for stream in streams if not (stream.waits and (self.groups > 1 or stream.guide is not None))]
+        return [stream for stream in streams if not (stream.waits and (self.groups > 1 or stream.guided))]
 
     def _share(self, known: list[Sequence], streams: int) -> list[Sequence]:
         """Return the choices for the next decode step, of ``streams`` in all.
@@ -242,10 +247,16 @@ class Scheduler:
         return known[:share]
 
     def _prefill_step(self, streams: int) -> Step:
-        head = self._prefilling[0]
-        length = self.piece(head.remaining, streams)
-        candidates = [graph for graph in self.graphs if graph.length == length]
-        rows = [self._prefill_row(sequence, length) for sequence in self._prefilling[: candidates[-1].batch]]
+        scored = [sequence for sequence in self._prefilling if sequence.scores is not None]
+        others = [sequence for sequence in self._prefilling if sequence.scores is None]
+        self._scored_last = bool(scored) and not (others and self._scored_last)
+        if self._scored_last:
+            candidates = self._shared_graphs
+            rows = list(itertools.islice(self._token_rows(scored), candidates[-1].batch))
+        else:
+            length = self.piece(others[0].remaining, streams)
+            candidates = [graph for graph in self.graphs if graph.length == length]
+            rows = [self._prefill_row(sequence, length) for sequence in others[: candidates[-1].batch]]
         graph = self.costs.cheapest(candidates, lambda graph: sum(row.length for row in rows[: graph.batch]))
         return Step("prefill", graph, tuple(rows[: graph.batch]))
 
@@ -261,16 +272,18 @@ class Scheduler:
         remain in it."""
         if self.mixes and self._prefilling:
             graphs = self._mixed_graphs(count)
-            tokens = (
-                Row(sequence, position, 1, samples=position + 1 == len(sequence.prompt))
-                for sequence in self._prefilling
-                for position in range(sequence.computed, len(sequence.prompt))
-            )
-            rows = list(itertools.islice(tokens, max(0, graphs[-1].batch - count)))
+            rows = list(itertools.islice(self._token_rows(self._prefilling), max(0, graphs[-1].batch - count)))
             graph = self.costs.cheapest(graphs, lambda graph: min(graph.batch, count + len(rows)))
             if rows := rows[: max(0, graph.batch - count)]:
                 return graph, rows
         return self._decode_graph(count), []
+
+    def _token_rows(self, sequences: Iterable[Sequence]) -> Iterator[Row]:
+        """Yield a row for each prompt token that may come next; of each sequence one if rows share no slots."""
+        for sequence in sequences:
+            end = len(sequence.prompt) if self._rows_share_slots else sequence.computed + 1
+            for position in range(sequence.computed, end):
+                yield Row(sequence, position, 1, samples=position + 1 == len(sequence.prompt))
 
     def _mixed_graphs(self, count: int) -> list[Graph]:
         """Return the graphs that keep the bound with ``count`` streams; if prompts would be less than half as fast in

@@ -156,7 +156,7 @@ class Speculation:
 def room(sequence: Generated, tokens: int) -> int:
     """Return how many tokens may be guessed for ``sequence``, at most ``tokens``."""
     params, generated = sequence.params, len(sequence.output)
-    if params.penalised or sequence.guide is not None:
+    if params.penalised or sequence.guided:
         return 0  # token counts of wrong guesses could not be undone; and each guess would need a mask of its own
     room = min(tokens, sequence.max_new_tokens - generated - 1)
     if generated < params.min_tokens:  # one mask against ending holds for all tokens of a row

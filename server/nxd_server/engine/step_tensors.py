@@ -17,6 +17,7 @@ from nxd_infer.runtime.ipc import InputBlock
 from nxd_server.engine.request import Sequence
 from nxd_server.engine.sampling_params import SAMPLER_DEFAULTS
 from nxd_server.engine.scheduler import Row
+from nxd_server.text.grammars import ban
 
 STEP_INPUTS = ("tokens", "start", "length", "block_table")
 
@@ -102,12 +103,23 @@ class StepInputs:
         assert sequence.slot is not None
         self._place(index, row.tokens(), row.start, sequence.slot)
         output = row.start + row.length - len(sequence.prompt)  # the index of the output token that the row gives
+        if sequence.scores is not None and not row.samples:  # "draws" the prompt's next token, to have its probability
+            self._write(index, sequence, False)
+            self._arrays["allowed"][index] = 0
+            token = sequence.prompt[row.start + 1]
+            self._arrays["allowed"][index].view(np.uint32)[token // 32] = np.uint32(1 << token % 32)
+            self._owners[index] = (0, False)  # nobody's: the next row is written anew
+            return
         banned = bool(sampler.banned) and output < sequence.params.min_tokens
         if self._owners[index] != (sequence.id, banned):
             self._owners[index] = (sequence.id, banned)
             self._write(index, sequence, banned)
-        if sequence.guide is not None and row.samples:
-            sequence.guide.allow(self._arrays["allowed"][index], sampler.banned if banned else ())
+        if sequence.guided and row.samples:
+            words, without = self._arrays["allowed"][index], sampler.banned if banned else ()
+            if sequence.guide is not None:
+                sequence.guide.allow(words, without)
+            if sequence.rules is not None:
+                sequence.rules.apply(words, sequence.output, None if sequence.guide else without)
 
     def _write(self, index: int, sequence: Sequence, banned: bool) -> None:
         """Write the inputs of a row that stay while a choice is in it."""
@@ -120,9 +132,7 @@ class StepInputs:
             arrays["bias_ids"][index, place] = token
             arrays["bias_values"][index, place] = bias
         if banned:
-            allowed = arrays["allowed"][index].view(np.uint32)
-            for token in sampler.banned:
-                allowed[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+            ban(arrays["allowed"][index].view(np.uint32), sampler.banned)
         if isinstance(self.tensors, InputBlock):
             self.tensors.check()
 

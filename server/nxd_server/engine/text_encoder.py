@@ -19,7 +19,7 @@ from nxd_server.text.tokenizer import Tokenizer
 Tokens = tuple[list[int], list[int]]
 """The token ids of a text, and their token type ids."""
 OUTPUT_OF_TASK = {"embed": "embedding", "classify": "logits", "token-classification": "logits"}
-SCORES = ("sigmoid", "softmax", "none")
+SCORES = ("sigmoid", "softmax", "none", "regression")
 
 
 @dataclass(frozen=True)
@@ -157,22 +157,23 @@ class TextEncoder:
 
 
 def scores_of(metadata: Mapping[str, Any]) -> str:
-    """Return ``sigmoid`` (independent labels), ``softmax`` (exclusive labels) or ``none`` (the logits are the scores).
+    """Return ``sigmoid`` (independent labels), ``softmax`` (exclusive labels), ``none`` (the logits are the scores) or
+    ``regression`` (so they are, but those of a pair have a sigmoid, as sentence-transformers has it).
 
     Raises ArtifactVersionError for an unknown value.
     """
     scores = metadata.get("scores", "none")
     if scores not in SCORES:
         raise ArtifactVersionError(
-            f"the artifact's scores = {scores!r}: this version knows {SCORES[0]}, {SCORES[1]} and {SCORES[2]}; trace "
-            "the model again with it, or serve it with the version that traced it"
+            f"the artifact's scores = {scores!r}: this version knows {', '.join(SCORES)}; trace the model again with "
+            "it, or serve it with the version that traced it"
         )
     return scores
 
 
 def probabilities(logits: torch.Tensor, scores: str) -> torch.Tensor | None:
-    """Return the probabilities of ``logits`` [..., labels] according to ``scores``; None if that is ``none``."""
-    if scores == "none":
+    """Return the probabilities of ``logits`` [..., labels] according to ``scores``; None if it has none."""
+    if scores in ("none", "regression"):
         return None
     return logits.sigmoid() if scores == "sigmoid" else logits.softmax(-1)
 

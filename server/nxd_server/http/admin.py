@@ -8,12 +8,13 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from nxd_infer.errors import (
     ArtifactError,
@@ -28,8 +29,9 @@ from nxd_infer.util.ownership import others_may_change, shown, way_to
 from nxd_server.engine.adapter_slots import Adapter
 from nxd_server.errors import AdapterConflictError, ForbiddenPathError, RequestError
 from nxd_server.http.error_responses import ApiError
-from nxd_server.http.request_body import Body
+from nxd_server.http.request_body import Body, is_one_of
 from nxd_server.http.request_context import context_of, require_admin
+from nxd_server.http.scope_keys import FIELDS
 from nxd_server.threads import in_thread
 
 logger = logging.getLogger("nxd_server.http")
@@ -121,6 +123,28 @@ async def load_adapter(request: Request, body: AdapterBody) -> dict[str, Any]:
 
     with unchanged("the adapter was not loaded", "adapter"):
         return _card(await in_thread(load, "nxd-adapters"))
+
+
+class LoraBody(Body):
+    """``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them."""
+
+    HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {"lora_int_id"}
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {"load_inplace": is_one_of(False)}
+
+    lora_name: str
+    lora_path: str | None = Field(None, description="Of one that is loaded.")
+
+
+async def lora(request: Request, body: LoraBody) -> Response:
+    """The routes of adapters by vLLM's names."""
+    request.scope[FIELDS] = {"name": "lora_name", "path": "lora_path"}
+    loads = request.scope["path"] == "/v1/load_lora_adapter"
+    if loads:
+        await load_adapter(request, AdapterBody(name=body.lora_name, path=body.lora_path or ""))
+    else:
+        await remove_adapter(request, body.lora_name)
+    done = "added" if loads else "removed"
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' {done} successfully.")
 
 
 async def list_adapters(request: Request) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.request import Usage
 from nxd_server.http.blocks import Block, BlockAnswer, check_answers, check_fields, sse, text_parts
 from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unsupported
-from nxd_server.http.openai.chat import Conversation, chat_prompt, conversation
+from nxd_server.http.openai.chat import Conversation, chat_prompt, conversation, thinking_switch
 from nxd_server.http.openai.generation import respond
 from nxd_server.http.openai.schemas import MOST_MESSAGES, MOST_VARIABLES, ChatBody, SamplerBody
 from nxd_server.http.openai.tools import offered_tools
@@ -36,11 +35,6 @@ OF_ROLE = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "t
 TOOL_FIELDS = frozenset(
     {"type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming"}
 )
-SWITCHES = {
-    "enable_thinking": r"\benable_thinking\b",
-    "thinking": r"\bthinking is (not )?defined\b|\bif (not )?thinking\b",
-}
-"""The variables by which chat templates turn reasoning on and off, and how they are read."""
 
 
 class CountBody(SamplerBody):
@@ -220,7 +214,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     check_fields(tool, TOOL_FIELDS, where)
     if tool.get("input_schema") is None:
         raise missing_field(f"{where}.input_schema")
-    names = {"name": "name", "description": "description", "input_schema": "parameters"}
+    names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
     return {"type": "function", "function": {to: tool[name] for name, to in names.items() if name in tool}}
 
 
@@ -270,10 +264,8 @@ def _thinking(request: Request, thinking: dict[str, Any] | None) -> dict[str, An
         return {}
     if service.reasoning_tags is None:
         raise unsupported("thinking", "this model does not reason (see reasoning_parser)")
-    source = "" if service.chat_template is None else service.chat_template.source
-    for name, pattern in SWITCHES.items():
-        if re.search(pattern, source):
-            return {name: kind == "enabled"}
+    if (switch := thinking_switch(service)) is not None:
+        return {switch: kind == "enabled"}
     if kind == "enabled":
         return {}  # it always reasons
     raise unsupported("thinking.type", "the model's chat template has no switch for it")

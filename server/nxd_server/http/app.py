@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 from nxd_infer.util.version import VERSION
-from nxd_server.http import admin, anthropic, tokenize
+from nxd_server.http import admin, anthropic, tgi, tokenize
 from nxd_server.http.error_responses import STATUSES, ApiError, bad_request
 from nxd_server.http.openai import models, responses
 from nxd_server.http.openai.chat import chat
@@ -61,7 +61,7 @@ def create_app(served: Models, settings: ServerSettings) -> FastAPI:
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id", "x-weight-version"],
+            expose_headers=["retry-after", "x-ignored-fields", "x-request-id", "x-weight-version"],
         )
     app.add_exception_handler(HTTPException, _http_exception)
 
@@ -79,12 +79,15 @@ def create_app(served: Models, settings: ServerSettings) -> FastAPI:
     for path in ("/v1/pooling", "/pooling"):
         _post(app, path, PoolingBody, pooling, "Pooled")
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
-        _post(app, path, RerankBody, rerank, "Ranking")
+        _post(app, path, RerankBody, rerank, "Ranking|[RankedText]")
     for path in ("/v1/score", "/score"):
         _post(app, path, ScoreBody, score, "Scores")
     _post(app, "/v1/predict", PredictBody, predict, "Prediction")
     _post(app, "/tokenize", tokenize.TokenizeBody, tokenize.tokenize, "TokenIds", ready=False)
     _post(app, "/detokenize", tokenize.DetokenizeBody, tokenize.detokenize, "Detokenized", ready=False)
+    for path in ("/", "/generate", "/generate_stream"):
+        _post(app, path, tgi.TgiBody, tgi.generate, "Generated|[Generated]", "GeneratedToken")
+    _get(app, "/info", tgi.info, "Info")
     answers = "Completion|ChatCompletion|Embeddings|Classes|Prediction"
     told = about(answers, "Completion|ChatChunk", "ChatBody|CompletionBody|EmbeddingBody|ClassifyBody|PredictBody")
     _route(app, "POST", "/invocations", invocations, told)
@@ -94,6 +97,8 @@ def create_app(served: Models, settings: ServerSettings) -> FastAPI:
     _post(app, "/v1/adapters", admin.AdapterBody, admin.load_adapter, "Adapter", only_admin=True)
     _get(app, "/v1/adapters", admin.list_adapters, "Adapters")
     _route(app, "DELETE", "/v1/adapters/{name:path}", admin.remove_adapter, about("Adapter", only_admin=True))
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        _post(app, path, admin.LoraBody, admin.lora, "text/plain", only_admin=True)
     _get(app, "/v1/models", models.list_models, "Models")
     _get(app, "/v1/models/{model:path}", models.get_model, "Model")
     _get(app, "/v1/buckets", models.list_buckets, "Buckets")

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from starlette.responses import Response
 
-from nxd_server.engine.request import FinishEvent, TokenEvent, Usage
+from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, Usage
 from nxd_server.http.error_responses import bad_request, clip, encode, unknown_field, unsupported
 from nxd_server.http.openai.chat import Conversation
-from nxd_server.http.openai.generation import Answer, Generation
+from nxd_server.http.openai.generation import Answer, Generation, Given
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -94,8 +94,10 @@ class BlockAnswer(Answer):
         self.reason = ""
         self.stop: str | int | None = None
 
-    def take(self, event: TokenEvent | FinishEvent) -> Iterator[Move]:
+    def take(self, event: Given) -> Iterator[Move]:
         """Take the next event of the only choice."""
+        if isinstance(event, PromptEvent):
+            return iter(())
         (parts,) = self.one.parts
         ended = isinstance(event, FinishEvent)
         if isinstance(event, TokenEvent) and not event.is_stop:
@@ -119,7 +121,7 @@ class BlockAnswer(Answer):
                         pass
         return Response(encode(self.object(generation.usage)), media_type="application/json")
 
-    def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
+    def event(self, choice: int, event: Given) -> bytes:
         return b"".join([self.show(*move) for move in self.take(event)])
 
     def object(self, usage: Usage) -> dict[str, Any]:

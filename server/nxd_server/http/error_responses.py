@@ -96,6 +96,11 @@ class ApiError(Exception):
         error = {"type": ANTHROPIC.get(self.status, "invalid_request_error"), "message": self.message}
         return {"type": "error", "error": error, "request_id": request_id}
 
+    def tgi_body(self) -> dict[str, Any]:
+        """Return the error in the form of Hugging Face's text-generation-inference."""
+        kind = {429: "overloaded"}.get(self.status, "generation" if self.status >= 500 else "validation")
+        return {"error": self.message, "error_type": kind}
+
     def response(self, body: dict[str, Any] | None = None) -> Response:
         return Response(encode(body or self.body()), self.status, self.headers, "application/json")
 

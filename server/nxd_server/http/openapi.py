@@ -14,7 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from nxd_server.http.error_responses import STATUSES
 from nxd_server.http.keys import OPEN_PATHS
 from nxd_server.http.request_body import Body
-from nxd_server.http.request_context import ANTHROPIC_PATH
+from nxd_server.http.request_context import ANTHROPIC_PATH, TGI_PATHS
 
 SHAPES = """
 Error error=ErrorDetails
@@ -25,14 +25,17 @@ Usage prompt_tokens=int completion_tokens=int total_tokens=int
  prompt_tokens_details?=object completion_tokens_details?=object
 Completion id=str object=str created=int model=str choices=[TextChoice] usage?=Usage weight_version?=int
  obfuscation?=str
-TextChoice index=int text=str logprobs?=TextLogprobs finish_reason?=str
+TextChoice index=int text=str logprobs?=TextLogprobs finish_reason?=str token_ids?=[int] prompt_token_ids?=[int]
+ prompt_logprobs?=[any]
 TextLogprobs tokens=[str] token_logprobs=[any] top_logprobs=[any] text_offset=[int]
 ChatCompletion id=str object=str created=int model=str choices=[ChatChoice] usage?=Usage weight_version?=int
-ChatChoice index=int message=ChatMessage logprobs?=ChatLogprobs finish_reason=str
+ prompt_token_ids?=[int] prompt_logprobs?=[any]
+ChatChoice index=int message=ChatMessage logprobs?=ChatLogprobs finish_reason=str token_ids?=[int]
 ChatChunk id=str object=str created=int model=str choices=[ChatChunkChoice] usage?=Usage weight_version?=int
  obfuscation?=str
-ChatChunkChoice index=int delta=ChatMessage logprobs?=ChatLogprobs finish_reason?=str
-ChatMessage role?=str content?=str refusal?=str reasoning_content?=str tool_calls?=[ToolCall]
+ChatChunkChoice index=int delta=ChatMessage logprobs?=ChatLogprobs finish_reason?=str token_ids?=[int]
+ prompt_token_ids?=[int]
+ChatMessage role?=str content?=str refusal?=str reasoning?=str reasoning_content?=str tool_calls?=[ToolCall]
 ChatLogprobs content?=[TokenLogprob] refusal?=[TokenLogprob]
 TokenLogprob token=str logprob=float bytes?=[int] top_logprobs?=[TokenLogprob]
 ToolCall index?=int id?=str type?=str function=FunctionCall
@@ -67,6 +70,13 @@ Pooled id=str object=str created=int model=str usage=TextUsage data=[PooledText]
 PooledText object=str index=int data=[any]|str
 Ranking id=str model=str usage=TextUsage results=[Rank]
 Rank index=int relevance_score=float document?=object
+RankedText index=int score=float text?=str
+Generated generated_text=str details?=object
+GeneratedToken index=int token=object top_tokens?=[object] generated_text?=str details?=object
+Info model_id=str model_dtype?=str model_device_type=str model_pipeline_tag=str max_concurrent_requests?=int
+ max_best_of=int max_stop_sequences=int max_input_tokens=int max_total_tokens=int max_client_batch_size=int router=str
+ version=str model_sha?=str sha?=str docker_label?=str
+GenerateError error=str error_type=str
 Scores id=str object=str created=int model=str usage=TextUsage data=[Score]
 Score object=str index=int score=float
 Prediction model=str outputs?=object safetensors?=str
@@ -153,7 +163,7 @@ def document(app: FastAPI, bodies: Sequence[type[Body]], keyless: bool) -> dict[
 
 
 def _refusal(path: str, answer: str, status: int) -> dict[str, Any]:
-    error = "MessagesError" if path.startswith(ANTHROPIC_PATH) else "Error"
+    error = "MessagesError" if path.startswith(ANTHROPIC_PATH) else "GenerateError" if path in TGI_PATHS else "Error"
     shape = "Status" if answer == "Status" and status == 503 else error
     meaning = STATUSES[status][1].replace("_", " ").capitalize() + "."
     found = {"description": meaning, "content": {"application/json": {"schema": _schema(shape)}}}

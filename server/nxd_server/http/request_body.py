@@ -2,8 +2,9 @@
 
 A field is of one of four kinds. *Acting* fields are declared on the model and change the answer as documented.
 *Harmless* ones (``user``, ``metadata``, ...) are for bookkeeping and accepted with any value. *Neutral* ones are not
-implemented, so only values that have no effect are accepted (``best_of`` 1, ``suffix`` null); another value is a 400
-that names the field. All other fields are unknown: a 400 that names them. ``null`` always means "not given".
+implemented, so only values that have no effect are accepted (``watermark`` false); another value is a 400 that names
+the field. All other fields are unknown: those that ask for nothing (null, false, empty) are named in a response header,
+and others are a 400 that names them. ``null`` always means "not given".
 
 Ranges are checked once, where they are used: :class:`~nxd_server.engine.sampling_params.SamplingParams` for sampling.
 """
@@ -14,7 +15,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
@@ -241,6 +242,13 @@ class Body(BaseModel):
     INSTEAD: ClassVar[dict[str, str]] = {}
     """Maps names used by other servers to ours."""
 
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def ignored(self) -> list[str]:
+        """Unknown fields that ask for nothing."""
+        return self._ignored
+
     @classmethod
     def parse(cls: type[BodyT], data: dict[str, Any]) -> BodyT:
         """Return ``data`` as this body.
@@ -248,20 +256,26 @@ class Body(BaseModel):
         Raises:
             ApiError: 400; its ``param`` is the path of the first wrong field.
         """
-        given = {}
+        given, ignored = {}, []
         for name, value in data.items():
-            if value is None or name in cls.HARMLESS:
+            known = name in cls.NEUTRAL or name in cls.model_fields
+            if name in cls.HARMLESS or (value is None and known):
                 continue
             if name in cls.NEUTRAL:
                 if not cls.NEUTRAL[name](value):
                     instead = cls.INSTEAD.get(name)
                     raise unsupported(name, f"use `{instead}`" if instead else "")
                 continue
-            if name not in cls.model_fields:
+            if known:
+                given[name] = value
+            elif value is None or value is False or is_empty(value):
+                ignored.append(name)
+            else:
                 raise unknown_field(clip(name), cls.model_fields)
-            given[name] = value
         try:
-            return cls.model_validate(given)
+            body = cls.model_validate(given)
+            body._ignored = ignored
+            return body
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             path = field_path(first["loc"])

@@ -24,6 +24,7 @@ from nxd_server.errors import (
     DEADLINE_GRACE,
     EngineUnavailableError,
     PromptTooLongError,
+    RequestError,
     ended_early,
     forget_frames,
     not_finished,
@@ -36,7 +37,7 @@ from nxd_server.http.origins import Origins
 from nxd_server.http.protocol import Connections
 from nxd_server.http.request_body import Bodies, Body, ClientLeft, DrainingReceive, client_left, default_limit
 from nxd_server.http.response_store import ResponseStore
-from nxd_server.http.scope_keys import ARRIVED, CONTEXT, CROWDED, FIELDS, REFUSAL, REQUEST_ID, WHOLE
+from nxd_server.http.scope_keys import ARRIVED, CONTEXT, CROWDED, FIELDS, IGNORED, REFUSAL, REQUEST_ID, WHOLE
 from nxd_server.threads import ConcurrencyLimit, Doorbell
 
 if TYPE_CHECKING:
@@ -53,11 +54,16 @@ T = TypeVar("T")
 logger = logging.getLogger("nxd_server.http")
 ID_HEADER = b"x-request-id"
 WEIGHTS_HEADER = b"x-weight-version"
+IGNORED_HEADER = b"x-ignored-fields"
+MOST_IGNORED = 32
+"""Fields that the header names."""
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 CLIENT_CLOSED = 499
 """nginx's log status for a client that disconnected; it is never sent."""
 ANTHROPIC_PATH = "/v1/messages"
 """Of the routes of Anthropic's API, whose errors have its form."""
+TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
+"""Those of text-generation-inference."""
 INLINE_TEXT = 4096
 """A longer text is tokenized in a thread, where the library releases the GIL."""
 ENCODERS = 2
@@ -160,6 +166,7 @@ async def answered(
     body = kind.parse(data)
     choose_model(request, getattr(body, "model", None))
     whole_of(request).priority = getattr(body, "priority", 0)
+    request.scope[IGNORED] = body.ignored
     return await handler(request, body)
 
 
@@ -249,14 +256,33 @@ async def wait_all(request: Request, submit: Sequence[Callable[[], Future[T]]], 
             future.cancel()
 
 
-async def encode_text(context: Context, text: str, field: str, *, special: bool = True) -> list[int]:
-    """Return the token ids of ``text``. Raises RequestError naming ``field``, at once for a huge text;
-    PromptTooLongError if there are more than the model takes."""
+def truncation(service: Service, asked: int | None, max_tokens: int | None) -> int | None:
+    """Return how many tokens at the end of a prompt are kept, ``asked`` as ``truncate_prompt_tokens``; None for all.
+
+    Raises RequestError for a number that is out of range.
+    """
+    if asked == -1:
+        return max(1, service.max_len - (1 if max_tokens is None else max_tokens))
+    if asked is not None and not 1 <= asked <= service.max_len:
+        raise RequestError(
+            "truncate_prompt_tokens", f"must be -1, or from 1 to this model's {service.max_len} tokens, got {asked}"
+        )
+    return asked
+
+
+async def encode_text(
+    context: Context, text: str, field: str, *, special: bool = True, last: int | None = None
+) -> list[int]:
+    """Return the token ids of ``text``, or the ``last`` of them, special tokens included.
+
+    Raises RequestError naming ``field``, at once for a huge text; PromptTooLongError if there are more than the model
+    takes.
+    """
     service = context.service
     tokenizer = service.require_tokenizer()
     tokenizer.check_length(text, service.max_len, field)
     most = service.max_len
-    encode = functools.partial(tokenizer.encode, text, add_special_tokens=special, field=field, most=most)
+    encode = functools.partial(tokenizer.encode, text, add_special_tokens=special, field=field, most=most, last=last)
     return encode() if len(text) <= INLINE_TEXT else await context.encoders.run(encode)
 
 
@@ -270,7 +296,7 @@ async def compiled_grammar(request: Request, params: SamplingParams) -> Compiled
 
 
 async def encode_prompts(
-    context: Context, prompts: list[str | list[int]], field: str, *, special: bool = True
+    context: Context, prompts: list[str | list[int]], field: str, *, special: bool = True, last: int | None = None
 ) -> list[list[int]]:
     """Return the token ids of prompts that are given as texts or token ids."""
     service = context.service
@@ -279,9 +305,9 @@ async def encode_prompts(
     for place, prompt in enumerate(prompts):
         path = f"{field}[{place}]" if several else field
         if isinstance(prompt, str):
-            ids = await encode_text(context, prompt, path, special=special)
+            ids = await encode_text(context, prompt, path, special=special, last=last)
         else:
-            ids = prompt
+            ids = prompt[-last:] if last else prompt
         if several:
             await asyncio.sleep(0)  # let other tasks run in between
         if len(ids) > service.max_len:  # before each id is checked
@@ -329,6 +355,9 @@ class RequestMiddleware:
                     headers += whole.account.headers()
                 if (version := scope[WHOLE].version) is not None:
                     headers.append((WEIGHTS_HEADER, b"%d" % version))
+                if ignored := scope.get(IGNORED):
+                    names = (clip(name).encode("ascii", "replace") for name in ignored[:MOST_IGNORED])
+                    headers.append((IGNORED_HEADER, b", ".join(re.sub(rb"[^!-~]|,", b"?", name) for name in names)))
                 message = {**message, "headers": headers}
             else:
                 sent += len(message.get("body", b""))
@@ -357,6 +386,7 @@ class RequestMiddleware:
                 forget_frames(error)  # breaks a cycle: the scope holds the error, its frames the scope and the body
                 await body.drain()
                 shape = refusal.anthropic_body(request_id) if scope["path"].startswith(ANTHROPIC_PATH) else None
+                shape = refusal.tgi_body() if scope["path"] in TGI_PATHS and scope["method"] == "POST" else shape
                 await refusal.response(shape)(scope, receive, count)
         except ClientLeft:
             status = CLIENT_CLOSED

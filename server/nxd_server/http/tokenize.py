@@ -31,6 +31,8 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
     )
+    add_generation_prompt: bool | None = Field(None, description="False: of a conversation without a further message.")
+    continue_final_message: bool = Field(False, description="Of a conversation whose last message is not at its end.")
     documents: Listed[dict[str, Any]] | None = Field(None, description="Texts that the template shows to the model.")
     tools: Listed[dict[str, Any]] | None = Field(None, description="Functions that the template shows to the model.")
     add_special_tokens: bool | None = Field(None, description="Of a text; by default true. A template adds its own.")
@@ -53,7 +55,7 @@ async def tokenize(request: Request, body: TokenizeBody) -> JSONResponse:
         raise bad_request("send either `prompt` or `messages`", "prompt", "missing_parameter")
     if body.messages is not None and body.add_special_tokens:
         raise unsupported("add_special_tokens", "of a conversation, the chat template decides")
-    for name in ("tools", "documents", "chat_template_kwargs"):
+    for name in ("tools", "documents", "chat_template_kwargs", "continue_final_message"):
         if body.messages is None and getattr(body, name):
             raise bad_request(f"`{name}` need `messages`", name)
     return await unless_left(request, _answer(context, body))
@@ -64,7 +66,8 @@ async def _answer(context: Context, body: TokenizeBody) -> JSONResponse:
     text, special, field = body.prompt or "", body.add_special_tokens is not False, "prompt"
     if body.messages is not None:
         tools = offered_tools(body.tools or [], None, service.tool_format)
-        text = await chat_text(service, body.messages, body.chat_template_kwargs, tools, body.documents or [])
+        form = body.add_generation_prompt, body.continue_final_message
+        text = await chat_text(service, body.messages, body.chat_template_kwargs, tools, body.documents or [], *form)
         special, field = False, "messages"
     tokenizer = service.require_tokenizer()
     tokenizer.check_length(text, service.max_len, field)

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 2**30
 """Longest rendered prompt in characters if no limit is given."""
-RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "max_characters"})
+AT_THE_END = frozenset({"add_generation_prompt", "continue_final_message", "max_characters"})
+"""What :meth:`ChatTemplate.render` takes for the end of the prompt."""
+RESERVED = AT_THE_END | {"self", "messages", "tools", "documents"}
 """Names that no variable of a template may have."""
 TOOL_CALLS = "[TOOL_CALLS]"
 """In Mistral's templates, which take ids of tool calls in their own form only."""
@@ -101,12 +103,15 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict] | None = None,
         documents: list[dict] | None = None,
         max_characters: int = MOST_CHARACTERS,
         **variables: Any,
     ) -> str:
         """Return the prompt as text, including special tokens: encode it with ``add_special_tokens=False``.
+
+        With ``continue_final_message`` it ends where the last message's text does, and not with a prompt for another.
 
         Content is given to the template as it came, a text or a list of text parts; in the other form if the template
         cannot take this one. Arguments of tool calls are objects to it, or JSON text if it takes only that.
@@ -115,8 +120,15 @@ class ChatTemplate:
         Raises RequestError if the messages are invalid, if the template rejects them, or if the prompt has more than
         ``max_characters``.
         """
-        variables |= {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
-        return self._render(messages, variables, _Tracker(max_characters))
+        begins = add_generation_prompt and not continue_final_message
+        variables |= {"add_generation_prompt": begins, "tools": tools, "documents": documents}
+        text = self._render(messages, variables, _Tracker(max_characters), continue_final_message)
+        if not continue_final_message:
+            return text
+        text, mark, rest = text.rpartition(_END)
+        if not mark:
+            raise RequestError("messages", "the model's chat template does not show the last message's text at its end")
+        return text if rest.startswith(" ") else text.rstrip()  # the template takes blanks from the end of texts
 
     def render_marked(
         self,
@@ -132,9 +144,11 @@ class ChatTemplate:
         variables |= {"add_generation_prompt": False, "tools": tools, "documents": documents}
         return self._render(messages, variables, tracker), tracker.spans
 
-    def _render(self, messages: Any, variables: dict[str, Any], tracker: _Tracker) -> str:
+    def _render(self, messages: Any, variables: dict[str, Any], tracker: _Tracker, marked: bool = False) -> str:
         chosen = self._default if variables["tools"] is None or self._tools is None else self._tools
         prepared = normalise_messages(messages, short_ids=TOOL_CALLS in chosen.source)
+        if marked:
+            _mark_end(prepared[-1])
         try:
             for message in prepared:
                 chosen.form(message)
@@ -271,6 +285,18 @@ class _Compiled:
             raise
         except Exception:
             return ""
+
+
+_END = "zq5probe"
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """Put a mark, and a blank, at the end of a message's text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        message["content"] = f"{content}{_END} "
+    else:
+        message["content"] = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{_END} "}]
 
 
 _PROBES = ("zq1probe", "zq2probe")

@@ -25,14 +25,15 @@ CONTEXT = 4
 
 class Detokenizer:
     """Feed tokens with :meth:`push`; its results and that of :meth:`flush`, joined, are the decoded text, without
-    special tokens.
+    special tokens if it is to ``skip_special`` ones.
 
     ``prompt`` holds the preceding tokens. Decoders that strip the leading space of a text then keep it if the
     text continues the prompt; after a special token a new text begins.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True):
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.byte_level else None
         self._unfinished = False
         """Whether the incremental decoder holds the first bytes of an incomplete character."""
@@ -46,7 +47,7 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Return the text that is now final; empty while a character is incomplete."""
-        if token in self._tokenizer.special_ids:
+        if self._skip_special and token in self._tokenizer.special_ids:
             return ""
         if self._utf8 is not None:
             if not self._unfinished and (whole := self._tokenizer.whole_text(token)) is not None:
@@ -81,7 +82,7 @@ class Detokenizer:
         return new
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids) if ids else ""
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special) if ids else ""
 
 
 def _continues(piece: str | None) -> bool:
@@ -90,9 +91,13 @@ def _continues(piece: str | None) -> bool:
 
 
 class TextStream:
-    """A detokenizer that stops at the first of several stop strings, and holds back text that may begin one."""
+    """A detokenizer that stops at the first of several stop strings, and holds back text that may begin one.
 
-    def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = ()):
+    ``include``: the stop string is part of the text.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = (), include: bool = False):
+        self._include = include
         self._detokenizer = detokenizer
         self._stops = [_Stop(text) for text in stop]
         self._held = ""
@@ -123,7 +128,7 @@ class TextStream:
                 # The first completed stop string wins, regardless of token boundaries; if two end together, the longer.
                 self.matched = max((stop.text for stop in ended), key=len)
                 self._held = ""
-                return text[: place - len(self.matched)]
+                return text[: place - (0 if self._include else len(self.matched))]
         keep = 0 if final else max(stop.begun for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

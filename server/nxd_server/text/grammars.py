@@ -185,7 +185,7 @@ class Guide:
         bits = words.view(np.uint32)
         if self._inside:
             words[:] = -1
-            _clear(bits, self._ends)
+            ban(bits, self._ends)
         else:
             words[:] = np.frombuffer(self._timed(self._matcher.compute_bitmask), np.int32)[: self._words]
             if bits[self._ends[0] // 32] >> np.uint32(self._ends[0] % 32) & np.uint32(1):
@@ -194,7 +194,7 @@ class Guide:
                 _set(bits, [self._free.first])
         if banned:
             before = bits.copy()
-            _clear(bits, banned)
+            ban(bits, banned)
             if not bits.any():
                 bits[:] = before
 
@@ -233,7 +233,7 @@ def _set(bits: Any, tokens: Sequence[int]) -> None:
         bits[token // 32] |= np.uint32(1 << token % 32)
 
 
-def _clear(bits: Any, tokens: Sequence[int]) -> None:
+def ban(bits: Any, tokens: Sequence[int]) -> None:
     for token in tokens:
         bits[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
 

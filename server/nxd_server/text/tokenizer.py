@@ -104,6 +104,8 @@ class Tokenizer:
         self.raw = raw
         self.config = config or {}
         added = raw.get_added_tokens_decoder()
+        self.added = frozenset(spec.content for spec in added.values())
+        """The tokens that a text is searched for before anything else."""
         self.special_ids = frozenset(token for token, spec in added.items() if spec.special)
         self.byte_level = raw.decoder is not None and _is_byte_level(json.loads(raw.decoder.__getstate__()))
         self._whole: dict[int, str | None] = {}
@@ -159,12 +161,23 @@ class Tokenizer:
         add_special_tokens: bool = True,
         field: str = "prompt",
         most: int | None = None,
+        last: int | None = None,
     ) -> list[int]:
-        """Return the token ids of ``text``. Raises RequestError naming ``field`` if it is not valid text,
-        PromptTooLongError if there are more than ``most``."""
+        """Return the token ids of ``text``; with ``last`` at most so many of its end, special tokens included.
+
+        Raises RequestError naming ``field`` if it is not valid text, PromptTooLongError if there are more than
+        ``most``.
+        """
         check_text(text, field)
         with _readable(field):
-            encoding = self._encode_one(text, add_special_tokens)
+            encoding = self._encode_one(text, add_special_tokens and last is None)
+        if last is not None:
+            special = self.raw.num_special_tokens_to_add(False) if add_special_tokens else 0
+            if last <= special:
+                raise _no_room(last, special)
+            encoding.truncate(last - special, direction="left")
+            if add_special_tokens:
+                encoding = self.raw.post_process(encoding)
         if most is not None and len(encoding) > most:  # before a list is built
             raise PromptTooLongError(len(encoding), most, field)
         return encoding.ids
@@ -201,10 +214,7 @@ class Tokenizer:
         """Encode a text or a pair, each part separately and truncated; return the types if the encoding lacks them."""
         special = self.raw.num_special_tokens_to_add(len(texts) == 2)
         if most is not None and most <= special:
-            raise RequestError(
-                "truncate_prompt_tokens",
-                f"{most} has no room beside {special} special tokens; use at least {special + 1}",
-            )
+            raise _no_room(most, special)
         with _readable(field):
             parts = [self._encode_one(text, add_special_tokens=False) for text in texts]
         if most is not None:
@@ -310,6 +320,11 @@ def _require_special_tokens(raw: Any) -> None:
         raise ValueError(f"its post_processor cannot be applied: {error}") from None
     except Exception:
         return  # it has no tokens for this text, which requests report
+
+
+def _no_room(asked: int, special: int) -> RequestError:
+    words = f"{asked} has no room beside {special} special tokens; use at least {special + 1}"
+    return RequestError("truncate_prompt_tokens", words)
 
 
 @contextlib.contextmanager

@@ -282,4 +282,4 @@ def test_sagemakers_routes(toy, expect):
     events = events_of(toy.post("/invocations", {**body, "stream": True}).text)
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text
     assert toy.post("/invocations", {"messages": HELLO, "max_tokens": 3}).json()["object"] == "chat.completion"
-    is_error(toy.post("/invocations", {"prompt": "a", "best_of": 3}), 400, "best_of")
+    is_error(toy.post("/invocations", {"prompt": "a", "suffix": "b"}), 400, "suffix")

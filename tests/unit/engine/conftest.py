@@ -15,6 +15,13 @@ def takes_steps(request, monkeypatch):
     monkeypatch.setattr(ToyModel, "ahead", getattr(request, "param", True))
 
 
+@pytest.fixture(scope="session")
+def tokenizer():
+    from tests.support.http.http_toy import toy_tokenizer
+
+    return toy_tokenizer()
+
+
 def _made(kind, toy):
     """Makes engines and closes them; each must end empty, with every slot free."""
     made = []

@@ -27,7 +27,7 @@ def test_a_kind_of_scores_that_is_not_known_is_refused():
     model = ToyOneShot()
     model.manifest.metadata |= {"task": "classify", "scores": "tanh"}
     engine: Any = OneShotEngine(model)
-    with pytest.raises(ArtifactVersionError, match=r"scores = 'tanh': .* knows sigmoid, softmax and none"):
+    with pytest.raises(ArtifactVersionError, match=r"scores = 'tanh': .* knows sigmoid, softmax, none, regression"):
         TextEncoder(engine, cast("Any", None))
 
 

@@ -26,7 +26,7 @@ NAMES = {spec.name for spec in BUCKET.inputs}
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0), ("max_tokens", 1.5), ("max_tokens", "5"), ("max_tokens", True),
+        ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "5"), ("max_tokens", True),
         ("temperature", -0.1), ("temperature", 2.1), ("temperature", math.nan), ("temperature", math.inf),
         ("temperature", "1"), ("temperature", True), ("temperature", None), ("temperature", 10**400),
         ("top_p", 1.1), ("top_k", -2), ("top_k", 1.5), ("min_p", 1.01), ("repetition_penalty", 0),

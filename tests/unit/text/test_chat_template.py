@@ -43,6 +43,22 @@ def test_the_prompt_equals_that_of_transformers(source, tmp_path):
         assert ours.render(MESSAGES, tools=shown, add_generation_prompt=prompted) == expected
 
 
+@pytest.mark.parametrize("source", [CHATML, tiny_models.CHAT_TEMPLATE])
+@pytest.mark.parametrize("said", ["So", " So \n", "", "Why?"])
+def test_a_message_is_continued_as_transformers_does(source, said, tmp_path):
+    import transformers
+
+    directory = tiny_models.write_tiny("llama", tmp_path / "m")
+    (directory / "chat_template.jinja").write_text(source)
+    talk = [*MESSAGES, {"role": "assistant", "content": said}]
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    expected = theirs.apply_chat_template(talk, tokenize=False, continue_final_message=True)
+    ours = ChatTemplate.from_dir(directory)
+    assert ours is not None and ours.render(talk, continue_final_message=True) == expected
+    parts = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": said}]}]
+    assert ours.render(parts, continue_final_message=True) == expected
+
+
 LOOPS = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
 EITHER = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from nxd_server.engine.request import FinishEvent, TokenEvent, max_new_tokens
+from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, max_new_tokens
 from nxd_server.errors import RequestError
 from nxd_server.http.error_responses import (
     ApiError,
@@ -18,12 +19,13 @@ from nxd_server.http.error_responses import (
     unknown_field,
     unsupported,
 )
-from nxd_server.http.openai.generation import Choices, Generation, check_choices, respond, with_limit
-from nxd_server.http.openai.logprobs import chat_logprob
+from nxd_server.http.openai.generation import Choices, Generation, Given, check_choices, respond, with_limit
+from nxd_server.http.openai.logprobs import chat_logprob, prompt_logprobs
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.tools import (
     ChoiceCalls,
     choice_calls,
+    chosen,
     no_tools,
     offered_tools,
     requested_form,
@@ -37,13 +39,16 @@ from nxd_server.http.request_context import (
     context_of,
     encode_text,
     require_task,
+    truncation,
     unless_left,
 )
+from nxd_server.http.scope_keys import IGNORED
 from nxd_server.text.chat_template import RESERVED
 from nxd_server.text.reasoning import Place, ReasoningCounter, ReasoningReader, free_reasoning, place_behind
 from nxd_server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from nxd_server.app.service import Service
     from nxd_server.engine.sampling_params import SamplingParams
     from nxd_server.text.grammars import CompiledGrammar
 
@@ -54,6 +59,11 @@ ROLE_FIELDS = {
     "tool": frozenset({"tool_call_id"}),
 }
 """Further fields, by role."""
+SWITCHES = {
+    "enable_thinking": r"\benable_thinking\b",
+    "thinking": r"\bthinking is (not )?defined\b|\bif (not )?thinking\b",
+}
+"""The variables by which chat templates turn reasoning on and off, and how they are read."""
 MESSAGE_UNSUPPORTED = frozenset(
     {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content", "reasoning", "annotations"}
 )
@@ -102,7 +112,9 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
         if thought and "tool_calls" not in kept:
             kept.setdefault("content", "")  # an answer that was cut while it reasoned has no other
         elif "content" not in kept and "tool_calls" not in kept:
-            raise missing_field(f"{where}.content")
+            if "content" not in message:
+                raise missing_field(f"{where}.content")
+            kept["content"] = ""
         checked.append({**kept, "role": "system" if role == "developer" else role})
     return checked
 
@@ -113,8 +125,18 @@ async def chat_text(
     variables: dict[str, Any],
     tools: list[dict[str, Any]],
     documents: list[dict[str, Any]],
+    begin: bool | None,
+    go_on: bool,
 ) -> str:
-    """Return the conversation as rendered by the model's template, which is shown ``tools`` and ``documents``."""
+    """Return the conversation as rendered by the model's template, which is shown ``tools`` and ``documents``.
+
+    ``begin``, ``go_on``: the request's ``add_generation_prompt`` and ``continue_final_message``.
+    """
+    if begin and go_on:
+        raise bad_request(
+            "`continue_final_message` goes on with a message, and `add_generation_prompt` begins one: send one of them",
+            "continue_final_message",
+        )
     template = service.chat_template
     if template is None:
         raise ApiError(
@@ -129,15 +151,20 @@ async def chat_text(
 
     most = service.require_tokenizer().most_characters(service.max_len)
     checked = check_messages(messages, service.tool_format)
-    shown = {name: given for name, given in (("tools", tools), ("documents", documents)) if given}
+    shown: dict[str, Any] = {name: given for name, given in (("tools", tools), ("documents", documents)) if given}
+    shown |= {"continue_final_message": True} if go_on else {"add_generation_prompt": begin is not False}
     return await template.render(checked, {**variables, **shown}, most)
 
 
-async def chat_prompt(context: Context, body: ChatBody, tools: list[dict[str, Any]]) -> tuple[list[int], Place]:
-    """Return the conversation's token ids, and where in its reasoning the answer begins."""
+async def chat_prompt(
+    context: Context, body: ChatBody, tools: list[dict[str, Any]], last: int | None = None
+) -> tuple[list[int], Place]:
+    """Return the conversation's token ids, or the ``last`` of them, and where in its reasoning the answer begins."""
     service = context.service
-    text = await chat_text(service, body.messages, body.chat_template_kwargs, tools, body.documents)
-    tokens = await encode_text(context, text, "messages", special=False)
+    variables = {**_effort(service, body.reasoning_effort), **body.chat_template_kwargs}
+    form = body.add_generation_prompt, body.continue_final_message
+    text = await chat_text(service, body.messages, variables, tools, body.documents, *form)
+    tokens = await encode_text(context, text, "messages", special=False, last=last)
     if not tokens:
         raise bad_request("`messages` render to no tokens", "messages")
     tags = service.reasoning_tags
@@ -159,9 +186,13 @@ class Conversation:
     """The name of what answers."""
     tokenizer: Tokenizer
     params: SamplingParams
-    prompt_tokens: int
+    prompt: list[int]
     parts: list[MessageParts]
     """Of each choice."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
 
 
 async def conversation(request: Request, body: ChatBody, route: str) -> Conversation:
@@ -171,6 +202,10 @@ async def conversation(request: Request, body: ChatBody, route: str) -> Conversa
     adapter = check_model(service, body.model)
     require_task(service, route, "generate")
     body.check_stream_options()
+    if body.stream and body.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "in a stream")
+    choice, offered = chosen(body.tool_choice, body.tools)
+    body = body.model_copy(update={"tool_choice": choice, "tools": offered})
     top = _top_logprobs(body, service.top_logprobs)
     limit, field = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
@@ -184,13 +219,15 @@ async def conversation(request: Request, body: ChatBody, route: str) -> Conversa
     check_choices(1, body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
     params = body.sampling(limit, top, defaults)  # a wrong value: before a long conversation is tokenized
-    _check_effort(body.reasoning_effort, service.reasoning_tags is not None)
+    last = truncation(service, body.truncate_prompt_tokens, limit)
     tokenizer, tools, grammar = service.require_tokenizer(), [], None
+    if body.reasoning_effort not in (None, "none") and not _effort(service, body.reasoning_effort):
+        request.scope[IGNORED] = [*request.scope.get(IGNORED, ()), "reasoning_effort"]
     if body.tools or body.tool_choice is not None:
         tools = offered_tools(body.tools, body.tool_choice, service.tool_format)
     if tools or body.constrained:
         grammar = await _grammar(request, body, params, tools)
-    tokens, place = await unless_left(request, chat_prompt(context, body, tools))
+    tokens, place = await unless_left(request, chat_prompt(context, body, tools, last))
     tags = service.reasoning_tags
     if grammar is not None and tags is not None:
         free = free_reasoning(tokenizer, service.vocab_size, tags, place)
@@ -207,7 +244,7 @@ async def conversation(request: Request, body: ChatBody, route: str) -> Conversa
         for reader, one in zip(readers, calls, strict=True)
     ]
     generation = Generation(request, [tokens], [params], adapter, grammar)
-    return Conversation(generation, adapter or service.model_name, tokenizer, params, len(tokens), parts)
+    return Conversation(generation, adapter or service.model_name, tokenizer, params, tokens, parts)
 
 
 async def _grammar(
@@ -224,16 +261,28 @@ async def _grammar(
         raise
 
 
-def _check_effort(effort: str | None, reasons: bool) -> None:
-    """Raise ApiError 400 for an effort: no chat template takes one. A model that does not reason makes none."""
-    if effort is None or (effort == "none" and not reasons):
-        return
-    if reasons:
-        instead = "how much this model reasons is up to its chat template; use the template's own words, such as "
-        raise unsupported("reasoning_effort", f"{instead}chat_template_kwargs={{'enable_thinking': false}}")
-    raise unsupported(
-        "reasoning_effort", "this model does not reason (see reasoning_parser): leave it out, or send 'none'"
+def thinking_switch(service: Service) -> str | None:
+    """Return the variable by which the model's chat template turns reasoning on and off; None if there is none."""
+    source = "" if service.chat_template is None else service.chat_template.source
+    return next((name for name, pattern in SWITCHES.items() if re.search(pattern, source)), None)
+
+
+def _effort(service: Service, effort: str | None) -> dict[str, Any]:
+    """Return the template's variables that ask for an effort; none if it always reasons alike. Raises ApiError 400."""
+    if effort is None:
+        return {}
+    if service.chat_template is not None and re.search(r"\breasoning_effort\b", service.chat_template.source):
+        return {"reasoning_effort": effort}
+    if service.reasoning_tags is not None and (switch := thinking_switch(service)) is not None:
+        return {switch: effort != "none"}
+    if (effort == "none") == (service.reasoning_tags is None):
+        return {}
+    why = (
+        "this model does not reason (see reasoning_parser): leave it out, or send 'none'"
+        if service.reasoning_tags is None
+        else "this model always reasons, as its chat template has no switch for it"
     )
+    raise unsupported("reasoning_effort", why)
 
 
 def _top_logprobs(body: ChatBody, most: int) -> int | None:
@@ -277,7 +326,8 @@ class MessageParts:
                 self._thoughts.append(thought)
                 if ended:  # some models call a tool and leave the reasoning open
                     _, calls = self._calls.take("".join(self._thoughts), ended)
-        parts = {"reasoning_content": thought if self._shown else "", "content": text, "tool_calls": calls}
+        thought = thought if self._shown else ""
+        parts = {"reasoning": thought, "reasoning_content": thought, "content": text, "tool_calls": calls}
         return {name: part for name, part in parts.items() if part}
 
     def count(self, token: int) -> None:
@@ -288,7 +338,8 @@ class MessageParts:
     def whole(self, text: str) -> dict[str, Any]:
         """Return the message of a choice with this text."""
         parts = self.take(text, ended=True)
-        message = {"role": "assistant", "content": "", "refusal": None, "reasoning_content": None, **parts}
+        none = {"refusal": None, "reasoning": None, "reasoning_content": None}
+        message = {"role": "assistant", "content": "", **none, **parts}
         calls = parts.get("tool_calls")
         if (calls or (self._calls is not None and self._calls.forced)) and not message["content"].strip():
             message["content"] = None
@@ -312,7 +363,8 @@ class _ChatCompletion(Choices):
     WHOLE, CHUNK = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, one: Conversation, body: ChatBody):
-        super().__init__("chatcmpl", one.model, body, [one.prompt_tokens])
+        super().__init__("chatcmpl", one.model, body, [one.prompt])
+        self._scored = body.prompt_logprobs
         self._tokenizer, self._top, self._parts = one.tokenizer, one.params.logprobs, one.parts
         self._logprobs: list[list[dict]] = [[] for _ in one.parts]
         """Of each choice of a whole answer."""
@@ -330,6 +382,13 @@ class _ChatCompletion(Choices):
             "finish_reason": own.reason(reason),
         }
 
+    def about_prompt(self) -> dict[str, Any]:
+        (prompt,) = self.prompts
+        found: dict[str, Any] = {"prompt_token_ids": prompt} if self.returns_ids else {}
+        if self._scored is not None:
+            found["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, self._scores[0], self._scored)
+        return found
+
     @property
     def reasoning_tokens(self) -> int | None:
         counters = [own.counter for own in self._parts if own.counter is not None]
@@ -337,23 +396,24 @@ class _ChatCompletion(Choices):
 
     def opening(self) -> bytes:
         first = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._delta(choice, first) for choice in range(self._n))
+        ids = f',"prompt_token_ids":{json.dumps(self.prompts[0])}' if self.returns_ids else ""
+        return b"".join(self.chunk(choice, f'"delta":{json.dumps(first)}{ids}') for choice in range(self._n))
 
-    def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
+    def event(self, choice: int, event: Given) -> bytes:
+        if isinstance(event, PromptEvent):
+            return b""
         own = self._parts[choice]
         delta = own.take(event.text, ended=isinstance(event, FinishEvent))
         if isinstance(event, FinishEvent):
             held = self._delta(choice, delta) if delta else b""
-            return held + self._delta(choice, {}, None, own.reason(event.reason))
+            return held + self._delta(choice, {}, reason=own.reason(event.reason))
         self.count(choice)
         if not event.is_stop:
             own.count(event.token)
         if self._top is not None and not event.is_stop:
             logprobs = {"content": [chat_logprob(self._tokenizer, event, self._top)], "refusal": None}
-            return self._delta(choice, {"content": "", **delta}, logprobs)
-        return self._delta(choice, delta) if delta else b""
+            return self._delta(choice, {"content": "", **delta}, logprobs=logprobs, event=event)
+        return self._delta(choice, delta, event=event) if delta or self.returns_ids else b""
 
-    def _delta(
-        self, choice: int, delta: dict[str, Any], logprobs: dict | None = None, reason: str | None = None
-    ) -> bytes:
-        return self.chunk(choice, f'"delta":{json.dumps(delta)}', logprobs, reason)
+    def _delta(self, choice: int, delta: dict[str, Any], **more: Any) -> bytes:
+        return self.chunk(choice, f'"delta":{json.dumps(delta)}', **more)

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from nxd_server.engine.request import ErrorEvent, Event, FinishEvent, OnEvent, TokenEvent, Usage
+from nxd_server.engine.request import ErrorEvent, Event, FinishEvent, OnEvent, PromptEvent, TokenEvent, Usage
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import (
     DEADLINE_GRACE,
@@ -55,6 +55,9 @@ KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 PADDED_TO = 64
 """Padded chunks are a multiple of this many bytes long, so that their sizes reveal little about the tokens."""
+
+Given = PromptEvent | TokenEvent | FinishEvent
+"""An event of a choice that has not failed."""
 
 _LEFT: Any = object()
 
@@ -206,7 +209,7 @@ class Generation:
         if self.unfinished:
             self._cancel()
 
-    async def next(self, wait: float | None = None) -> tuple[int, TokenEvent | FinishEvent] | None:
+    async def next(self, wait: float | None = None) -> tuple[int, Given] | None:
         """Return the next event with its choice's index; ``None`` after ``wait`` seconds without one.
 
         Raises:
@@ -223,12 +226,12 @@ class Generation:
             raise not_finished(self._service.settings.request_timeout)
         return None
 
-    def ready(self) -> tuple[int, TokenEvent | FinishEvent] | None:
+    def ready(self) -> tuple[int, Given] | None:
         """Return an event that has already arrived, if any. Raises as :meth:`next`."""
         item = self._mailbox.get_nowait()
         return None if item is None else self._take(item)
 
-    def _take(self, item: tuple[int, Event]) -> tuple[int, TokenEvent | FinishEvent] | None:
+    def _take(self, item: tuple[int, Event]) -> tuple[int, Given] | None:
         """Return the event; None if the request begins again elsewhere."""
         if item is _LEFT:
             raise self._gone()
@@ -237,6 +240,8 @@ class Generation:
         if isinstance(event, ErrorEvent) and self._moves(event):
             return None
         self._begun = True
+        if isinstance(event, PromptEvent):
+            return choice, event
         if isinstance(event, TokenEvent):
             now = time.monotonic()
             if choice in self._last_token:
@@ -304,15 +309,15 @@ class Answer:
 
     def begin(self, weight_version: int | None) -> bytes:
         """Return what precedes the first event; the version of the weights is known by now."""
-        raise NotImplementedError
+        return b""
 
-    def event(self, choice: int, event: TokenEvent | FinishEvent) -> bytes:
+    def event(self, choice: int, event: Given) -> bytes:
         """Return what one event adds to the stream; empty if there is nothing to show."""
         raise NotImplementedError
 
     def end(self, usage: Usage) -> bytes:
         """Return the end of a complete stream."""
-        raise NotImplementedError
+        return b""
 
     def failure(self, refusal: ApiError) -> bytes:
         """Return the end of a stream that failed."""
@@ -331,8 +336,10 @@ class Choices(Answer):
     CHUNK: ClassVar[str]
     """The field ``object`` of the whole answer, and that of a chunk."""
 
-    def __init__(self, id_prefix: str, model: str, body: SamplingBody, prompt_lengths: Sequence[int]):
-        """Choice ``c`` answers prompt ``c // n``."""
+    def __init__(
+        self, id_prefix: str, model: str, body: SamplingBody, prompts: Sequence[Sequence[int]], n: int | None = None
+    ):
+        """Choice ``c`` answers prompt ``c // n``; of more than ``body.n`` of a prompt, the likeliest are shown."""
         self._fields: dict[str, Any] = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "object": self.CHUNK,
@@ -340,7 +347,10 @@ class Choices(Answer):
             "model": model,
         }
         self._head = b""
-        self._prompts, self._n = prompt_lengths, body.n
+        self.prompts, self._n, self._shown = prompts, n or body.n, body.n
+        self._scores: dict[int, list] = {}
+        """Of each choice's prompt, if they are asked for."""
+        self.returns_ids = body.return_token_ids
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._counts = self._usage and bool(options and options.continuous_usage_stats)
@@ -349,25 +359,49 @@ class Choices(Answer):
 
     async def whole(self, generation: Generation) -> Response:
         texts, reasons = [""] * generation.choices, [""] * generation.choices
+        ids: list[list[int]] = [[] for _ in texts]
+        sums = [0.0] * generation.choices
         async with generation:
             while generation.unfinished:
                 if (item := await generation.next()) is None:
                     continue
                 choice, event = item
+                if isinstance(event, PromptEvent):
+                    self.prompt(choice, event)
+                    continue
                 texts[choice] += event.text
                 if isinstance(event, FinishEvent):
                     reasons[choice] = event.reason
-                elif not event.is_stop:
+                    continue
+                ids[choice].append(event.token)
+                sums[choice] += event.logprob
+                if not event.is_stop:
                     self.token(choice, event)
-        ended = enumerate(zip(texts, reasons, strict=True))
+        choices: list[dict[str, Any]] = []
+        for first in range(0, generation.choices, self._n):
+            own = list(range(first, first + self._n))
+            if self._shown < self._n:  # the likeliest per token, as OpenAI's best_of
+                own = sorted(own, key=lambda choice: -sums[choice] / max(1, len(ids[choice])))[: self._shown]
+            for choice in own:
+                one = {"index": len(choices), **self.choice(choice, texts[choice], reasons[choice])}
+                choices.append({**one, "token_ids": ids[choice]} if self.returns_ids else one)
         answer = {
             **self._fields,
             "object": self.WHOLE,
-            "choices": [{"index": index, **self.choice(index, *one)} for index, one in ended],
+            **self.about_prompt(),
+            "choices": choices,
             "usage": usage_object(generation.usage, self.reasoning_tokens),
             "weight_version": generation.weight_version,
         }
         return JSONResponse(answer)
+
+    def prompt(self, choice: int, event: PromptEvent) -> None:
+        """Take the log-probabilities of a choice's prompt."""
+        self._scores[choice] = event.scores
+
+    def about_prompt(self) -> dict[str, Any]:
+        """Return the fields of a whole answer that are about its prompt."""
+        return {}
 
     def token(self, choice: int, event: TokenEvent) -> None:
         """Take a token of a whole answer, except the one that stops it."""
@@ -404,13 +438,17 @@ class Choices(Answer):
         if self._counts:
             self._tokens[choice] = self._tokens.get(choice, 0) + 1
 
-    def chunk(self, choice: int, content: str, logprobs: dict | None, reason: str | None) -> bytes:
-        """Return the chunk of one choice; ``content``: its route's own field, as JSON."""
+    def chunk(
+        self, choice: int, content: str, *, logprobs: Any = None, reason: str | None = None, event: Given | None = None
+    ) -> bytes:
+        """Return the chunk of one choice; ``content``: its route's own fields, as JSON; ``event``: what it shows."""
         end = f'"{reason}"' if reason else "null"
+        if self.returns_ids and isinstance(event, TokenEvent):
+            content += f',"token_ids":[{event.token}]'
         part = f'{{"index":{choice},{content},"logprobs":{json.dumps(logprobs)},"finish_reason":{end}}}]'
         chunk = self._head + b',"choices":[' + part.encode()
         if self._counts:
-            usage = Usage(self._prompts[choice // self._n], self._tokens.get(choice, 0))
+            usage = Usage(len(self.prompts[choice // self._n]), self._tokens.get(choice, 0))
             chunk += b',"usage":' + json.dumps(usage_object(usage)).encode()
         elif self._usage:
             chunk += b',"usage":null'
@@ -458,9 +496,7 @@ class EventStream(Response):
                     logger.exception("request %s: a stream failed", self._request_id)
                 await _send(generation, send, self._answer.failure(refusal), more=False)
 
-    async def _write(
-        self, generation: Generation, item: tuple[int, TokenEvent | FinishEvent] | None, send: Send
-    ) -> None:
+    async def _write(self, generation: Generation, item: tuple[int, Given] | None, send: Send) -> None:
         begun, sent = False, 0.0 if item is None else time.monotonic()
         while True:
             chunks: list[bytes] = []
@@ -492,6 +528,6 @@ class EventStream(Response):
 
 async def _send(generation: Generation, send: Send, body: bytes, *, more: bool = True) -> None:
     """Send ``body``. Raises ClientLeft if the connection closed while this waited for the client to read."""
-    if body:
+    if body or not more:
         await send({"type": "http.response.body", "body": body, "more_body": more})
         generation.check_client()

@@ -131,26 +131,6 @@ def _shorter(messages: list[dict[str, Any]]) -> list[int] | None:
 def _chat_fields(body: ResponsesBody) -> dict[str, Any]:
     """Return the fields of a chat that ask for the same, without its messages. Raises ApiError 400."""
     tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools)]
-    choice = body.tool_choice
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function" and isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind == "allowed_tools" and isinstance(choice, dict):
-        allowed = choice.get("tools")
-        if not isinstance(allowed, list) or not all(isinstance(one, dict) for one in allowed):
-            raise bad_request("`tool_choice.tools` must be a list of tools", "tool_choice.tools")
-        names = [one.get("name") for one in allowed]
-        offered = [tool["function"].get("name") for tool in tools]
-        if unknown := [name for name in names if name not in offered]:
-            raise bad_request(
-                f"`tool_choice.tools` names {clip(repr(unknown[0]))}, which `tools` lacks", "tool_choice.tools"
-            )
-        if choice.get("mode") not in ("auto", "required"):
-            raise bad_request("`tool_choice.mode` must be 'auto' or 'required'", "tool_choice.mode")
-        tools = [tool for tool in tools if tool["function"]["name"] in names]
-        choice = choice["mode"]
-    elif kind is not None:
-        raise unsupported("tool_choice.type", f"only functions are called here, not {clip(repr(kind))}")
     for name, given in body.reasoning.items():
         if name != "effort" and not (name in ("summary", "generate_summary") and given in (None, "auto")):
             raise unsupported(f"reasoning.{clip(name)}", "reasoning is shown as it is")
@@ -163,7 +143,7 @@ def _chat_fields(body: ResponsesBody) -> dict[str, Any]:
         "stream": body.stream,
         "max_completion_tokens": body.max_output_tokens,
         "tools": tools,
-        "tool_choice": choice,
+        "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body.text),
         "reasoning_effort": body.reasoning.get("effort"),

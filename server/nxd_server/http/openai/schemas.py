@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.sampling_params import SamplingParams
@@ -29,11 +29,10 @@ OF_SAMPLERS_THAT_ARE_OFF = (
 """They tune what another field turns on, and no value of that one which does passes."""
 
 OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("annotations", "allowed_token_ids", "bad_words", "logits_processors"), is_empty),
+    **dict.fromkeys(("annotations", "logits_processors"), is_empty),
     **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"), is_empty),
     **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "separate_reasoning"), is_one_of(True)),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"), is_one_of(False)),
-    **dict.fromkeys(("watermark", "no_stop_trim", "return_hidden_states"), is_one_of(False)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "watermark", "return_hidden_states"), is_one_of(False)),
     **dict.fromkeys(("return_full_text", "decoder_input_details"), is_one_of(False)),
     **dict.fromkeys(("repeat_penalty", "encoder_repetition_penalty", "typical_p", "typical", "tfs_z"), equals(1)),
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), equals(0)),
@@ -79,19 +78,14 @@ class SamplingBody(SamplerBody):
         **OTHER_SERVERS,
         "store": is_one_of(False),
         "service_tier": is_one_of("auto", "default"),
-        "skip_special_tokens": is_one_of(True),
-        "include_stop_str_in_output": is_one_of(False),
+        "no_stop_trim": is_one_of(False),
         "use_beam_search": is_one_of(False),
         "length_penalty": equals(1),
         "early_stopping": is_one_of(False),
-        "guided_json": is_empty,
-        "guided_regex": is_empty,
-        "guided_choice": is_empty,
-        "guided_grammar": is_empty,
     }
     INSTEAD: ClassVar[dict[str, str]] = {
         "repeat_penalty": "repetition_penalty",
-        **{f"guided_{name}": "structured_outputs" for name in ("json", "regex", "choice", "grammar")},
+        "no_stop_trim": "include_stop_str_in_output",
     }
 
     model: str | None = Field(None, description="The served model's name, which is the default, or an adapter's.")
@@ -104,6 +98,17 @@ class SamplingBody(SamplerBody):
     seed: Whole | None = Field(None, description="The same seed gives the same answer; -1: a random one.")
     stop: Texts | None = Field(None, description="Up to 16 strings that end the text.")
     stop_token_ids: Listed[int] = Field(default_factory=list, max_length=MOST_STOP_TOKENS)
+    include_stop_str_in_output: bool = Field(False, description="The text has at its end what stopped it.")
+    skip_special_tokens: bool = Field(True, description="False: the text shows special tokens.")
+    allowed_token_ids: Listed[int] = Field(default_factory=list, description="No other tokens are generated.")
+    bad_words: Listed[str] = Field(default_factory=list, description="Texts that are not generated.")
+    prompt_logprobs: Annotated[Whole | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        None, description="Log-probabilities of the prompt's tokens, and this many likeliest ones. Not in a stream."
+    )
+    return_token_ids: bool = Field(False, description="Return the token ids of the prompt and of the answer.")
+    truncate_prompt_tokens: Whole | None = Field(
+        None, description="Keep this many tokens at the end of a prompt; -1: as many as fit."
+    )
     ignore_eos: bool = False
     logit_bias: dict[str, float] = Field(
         default_factory=dict, max_length=MOST_BIASES, description="From token id to -100 .. 100."
@@ -114,13 +119,23 @@ class SamplingBody(SamplerBody):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="One of json (a schema), json_object, regex, choice and grammar, which the answer follows."
     )
+    guided_json: Any = Field(None, description="Older name of structured_outputs.json; so are the three below.")
+    guided_regex: str | None = None
+    guided_choice: Listed[str] | None = None
+    guided_grammar: str | None = None
     cache_prompt: bool = Field(True, description="Whether the prompt's cache may be shared with other requests.")
     cache_salt: str | None = Field(None, max_length=256, description="Share it only where this is the same.")
 
     @property
     def constrained(self) -> bool:
         """Whether the request says what its answer must be."""
-        return self.response_format is not None or bool(self.structured_outputs)
+        return self.response_format is not None or bool(self.structured_outputs) or bool(self.guided)
+
+    @property
+    def guided(self) -> dict[str, Any]:
+        """What is given by the older names, as fields of ``structured_outputs``."""
+        given = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        return {name: value for name, value in given.items() if value}
 
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -130,7 +145,8 @@ class SamplingBody(SamplerBody):
         """Return the engine's parameters, with ``defaults`` for what the body omits. Raises RequestError for a value
         out of range."""
         given = {name: value for name in SAMPLER_FIELDS if (value := getattr(self, name)) is not None}
-        names = ("seed", "stop", "stop_token_ids", "n", "min_tokens", "ignore_eos")
+        names = ("seed", "stop", "stop_token_ids", "n", "min_tokens", "ignore_eos", "include_stop_str_in_output")
+        names += ("skip_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs")
         same = {name: getattr(self, name) for name in names}
         biases: dict[int, float] = {}
         for token, bias in self.logit_bias.items():
@@ -151,12 +167,12 @@ class CompletionBody(SamplingBody):
 
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
         **SamplingBody.NEUTRAL,
-        "suffix": is_one_of(""),
         "include_reasoning": is_one_of(True),
     }
 
     prompt: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
-    best_of: Whole | None = Field(None, description="Must equal n: choosing the best of more is not supported.")
+    suffix: str = Field("", description="Write what comes between the prompt and this, if the tokenizer can say so.")
+    best_of: Whole | None = Field(None, description="Generate this many choices, and return the n likeliest.")
     echo: bool = Field(False, description="Put the prompt before the text.")
     logprobs: Whole | None = Field(None, description="Log-probabilities of the tokens and this many likeliest ones.")
     add_special_tokens: bool = Field(True, description="Put the model's special tokens around a text prompt.")
@@ -180,8 +196,6 @@ class ChatBody(SamplingBody):
         "moderation": is_empty,
         "verbosity": is_one_of("medium"),
         "web_search_options": lambda value: False,
-        "continue_final_message": is_one_of(False),
-        "add_generation_prompt": is_one_of(True),
         "chat_template": lambda value: False,
         "echo": is_one_of(False),
         "add_special_tokens": is_one_of(False),
@@ -197,15 +211,20 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
     )
+    continue_final_message: bool = Field(False, description="Go on with the last message instead of a new one.")
+    add_generation_prompt: bool | None = Field(None, description="False: the prompt begins no message of the model.")
     documents: Listed[dict[str, Any]] = Field(
         default_factory=list, max_length=MOST_VARIABLES, description="Texts that the template shows to the model."
     )
     tools: Listed[dict[str, Any]] = Field(default_factory=list, description="Functions that the model may call.")
     tool_choice: Any = Field(
-        None, description="auto; required or one tool's name: the answer is a call; none: the model sees no tools."
+        None,
+        description="auto; required or one tool: the answer is a call; none: no tools; allowed_tools: some of them.",
     )
-    reasoning_effort: str | None = Field(None, description="Of a model that does not reason: none.")
-    include_reasoning: bool = Field(True, description="False: the answer has no reasoning_content.")
+    reasoning_effort: str | None = Field(
+        None, description="For the template; if it can only turn reasoning off, then none does. Else: none."
+    )
+    include_reasoning: bool = Field(True, description="False: the answer has no reasoning.")
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
 
 

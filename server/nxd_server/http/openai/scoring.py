@@ -32,6 +32,7 @@ class MatchBody(QueuedBody):
         **dict.fromkeys(("max_tokens_per_doc", "max_chunks_per_doc"), equals(0)),
         "mm_processor_kwargs": is_empty,
         "rank_fields": is_one_of(["text"]),
+        "truncation_direction": is_one_of("right", "Right"),
         "add_special_tokens": is_one_of(True),
     }
 
@@ -44,7 +45,11 @@ class RerankBody(MatchBody):
     """``POST /v1/rerank``, ``/rerank`` and ``/v2/rerank``."""
 
     query: str
-    documents: list[Any] = Field(..., description='Texts, or objects of the form {"text": "a text"}.')
+    documents: list[Any] | None = Field(None, description='Texts, or objects of the form {"text": "a text"}.')
+    texts: list[Any] | None = Field(None, description="TEI's name of documents; the answer then has its form.")
+    raw_scores: bool = Field(False, description="With texts: scores are logits.")
+    return_text: bool = Field(False, description="With texts: the results have them.")
+    truncate: bool = Field(False, description="With texts: cut those that are too long.")
     top_n: Whole = Field(0, ge=0, description="Return this many of the best documents; 0: all.")
     return_documents: bool = Field(True, description="False: the results have no texts.")
 
@@ -64,10 +69,23 @@ class ScoreBody(MatchBody):
 async def rerank(request: Request, body: RerankBody) -> JSONResponse:
     """Return the documents by how well they match the query, the best first."""
     service = context_of(request).service
-    documents = _texts(body.documents, "documents")
+    name = "documents" if body.texts is None else "texts"
+    if getattr(body, name) is None:
+        raise missing_field(name)
+    documents = _texts(getattr(body, name), name)
     if not body.query:
         raise bad_request("`query` must not be empty", "query")
-    scores, usage = await _scores(request, body, [body.query], documents, ("query", "documents"))
+    others = ("documents", "top_n") if name == "texts" else ("raw_scores", "return_text", "truncate")
+    if wrong := next((one for one in others if getattr(body, one)), None):
+        raise bad_request(f"`{wrong}` is not taken beside `{name}`", wrong)
+    if name == "texts":
+        cut = -1 if body.truncate else body.truncate_prompt_tokens
+        body = body.model_copy(update={"use_activation": not body.raw_scores, "truncate_prompt_tokens": cut})
+    scores, usage = await _scores(request, body, [body.query], documents, ("query", name))
+    if name == "texts":
+        ranked = sorted(enumerate(scores), key=lambda one: -one[1])
+        shown = [{"text": text} if body.return_text else {} for text in documents]
+        return JSONResponse([{"index": place, **shown[place], "score": value} for place, value in ranked])
     results = [{"index": index, "relevance_score": score} for index, score in enumerate(scores)]
     results.sort(key=lambda result: -result["relevance_score"])
     results = results[: body.top_n or None]
@@ -154,7 +172,8 @@ async def _scores(
     pairs = [(firsts[place] if len(firsts) > 1 else firsts[0], second) for place, second in enumerate(seconds)]
     results = await encode_texts(request, pairs, lambda place: _path(names[1], place, len(pairs)), **options)
     logits = torch.cat([result.values for result in results])
-    activated = probabilities(logits[:, None], encoder.scores if body.use_activation else "none")
+    scores = "sigmoid" if encoder.scores == "regression" else encoder.scores
+    activated = probabilities(logits[:, None], scores if body.use_activation else "none")
     return (logits if activated is None else activated.flatten()).tolist(), usage_of(results)
 
 

@@ -39,11 +39,6 @@ def offered_tools(tools: list[dict[str, Any]], choice: Any, tool_format: str | N
     :data:`~nxd_server.text.tool_calls.FORMATS`. Raises ApiError: 400 for a tool that is not a function, a choice of
     none of them, and a model without tools.
     """
-    if choice not in (None, "none", "auto", "required") and not _named(choice):
-        raise bad_request(
-            '`tool_choice` must be \'auto\', \'none\', \'required\' or {"type": "function", "function": {"name": ...}}',
-            "tool_choice",
-        )
     if len(tools) > MOST_TOOLS:
         raise bad_request(f"`tools` holds {len(tools)} tools; at most {MOST_TOOLS} are taken", "tools")
     checked = [_checked(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
@@ -60,11 +55,47 @@ def offered_tools(tools: list[dict[str, Any]], choice: Any, tool_format: str | N
     return checked
 
 
-def _named(choice: Any) -> str:
-    """Return the name of the tool that ``tool_choice`` wants called; "" if it is of another form."""
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+def chosen(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
+    """Return ``tool_choice``, in any form in which OpenAI's routes, Anthropic's and Mistral's have it, as one of chats:
+    None, 'none', 'auto', 'required' or a function; and the tools that may be called.
+
+    Raises ApiError: 400 for another form, and for a tool that is not among ``tools``.
+    """
+    kind = choice.get("type", "function") if isinstance(choice, dict) else choice
+    if kind in (None, "none", "auto", "required", "any"):
+        return "required" if kind == "any" else kind, tools
+    if kind in ("function", "tool") and (name := _name_in(choice)):
+        return {"type": "function", "function": {"name": name}}, tools
+    if kind == "allowed_tools" and isinstance(choice, dict):
+        where = "tool_choice" if "tools" in choice else "tool_choice.allowed_tools"
+        given = choice if "tools" in choice else choice.get("allowed_tools")
+        allowed = given.get("tools") if isinstance(given, dict) else None
+        if not isinstance(given, dict) or not isinstance(allowed, list):
+            raise bad_request(f"`{where}.tools` must be a list of tools", f"{where}.tools")
+        names, offered = [_name_in(one) for one in allowed], [_name_in(tool) for tool in tools]
+        if unknown := [name for name in names if not name or name not in offered]:
+            raise bad_request(f"`{where}.tools` names {clip(repr(unknown[0]))}, which `tools` lacks", f"{where}.tools")
+        if given.get("mode") not in ("auto", "required"):
+            raise bad_request(f"`{where}.mode` must be 'auto' or 'required'", f"{where}.mode")
+        return given["mode"], [tool for tool, name in zip(tools, offered, strict=True) if name in names]
+    if isinstance(choice, dict) and kind not in ("function", "tool"):
+        raise unsupported("tool_choice.type", f"only functions are called here, not {clip(repr(kind))}")
+    raise bad_request(
+        '`tool_choice` must be \'auto\', \'none\', \'required\' or {"type": "function", "function": {"name": ...}}',
+        "tool_choice",
+    )
+
+
+def _name_in(value: Any) -> str:
+    """Return the name of a function, with or without an object around it; "" if there is none."""
+    function = value.get("function", value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
+
+
+def _named(choice: Any) -> str:
+    """Return the name of the tool that ``tool_choice`` wants called; "" if it is of another form."""
+    return _name_in(choice)
 
 
 def must_call(body: ChatBody) -> bool:
@@ -106,6 +137,8 @@ def _checked(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if (function.get("parameters") or {}).get("type", "object") != "object":
         raise bad_request(f"`{where}.function.parameters.type` must be 'object'", f"{where}.function.parameters.type")
     kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
+    if function.get("strict") is True and "parameters" in kept:
+        kept["parameters"] = closed(kept["parameters"])
     # In the client's order, which templates show. Both may be left out, and some models' templates need them.
     return {"type": "function", "function": {**kept, **{k: v for k, v in NEEDED.items() if k not in kept}}}
 
@@ -211,10 +244,14 @@ def requested_form(body: SamplingBody) -> StructuredOutputs | None:
         for name, value in (body.structured_outputs or {}).items()
         if value is not None and name != COMPACT and not (value is False and name in NEUTRAL)
     }
-    if not given:
+    older = body.guided
+    if not given and not older:
         return requested and replace(requested, disable_any_whitespace=compact)
-    if requested is not None:
-        raise bad_request("send `response_format` or `structured_outputs`, not both", "response_format")
+    if requested is not None or (given and older):
+        name = "response_format" if requested is not None else f"guided_{next(iter(older))}"
+        raise bad_request("send one of `response_format`, `structured_outputs` and `guided_...`", name)
+    if older:
+        return StructuredOutputs(**older, where=f"guided_{next(iter(older))}", disable_any_whitespace=compact)
     return StructuredOutputs.of({**given, COMPACT: compact})
 
 
@@ -251,7 +288,27 @@ def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputs | Non
             raise unsupported(f"{where}.{clip(name)}", f"its fields are {', '.join(SCHEMA_FIELDS)}")
     if not isinstance(described.get("schema"), dict):
         raise missing_field(f"{where}.schema")
-    return StructuredOutputs(json=described["schema"], where=f"{where}.schema")
+    schema = closed(described["schema"]) if described.get("strict") is True else described["schema"]
+    return StructuredOutputs(json=schema, where=f"{where}.schema")
+
+
+def closed(schema: Any) -> Any:
+    """Return a strict schema with every object that names its properties, and says nothing of others, without others;
+    parts of ``allOf`` excepted, each of which describes the whole."""
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(found.get(name), dict):
+            found[name] = {key: closed(one) for key, one in found[name].items()}
+    for name in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(found.get(name), list):
+            found[name] = [closed(one) for one in found[name]]
+    if "items" in found:
+        found["items"] = closed(found["items"])
+    if isinstance(found.get("properties"), dict) and "allOf" not in found:
+        found.setdefault("additionalProperties", False)
+    return found
 
 
 def with_calls(
