@@ -24,7 +24,7 @@ export const chat = {
 
     async function answer() {
       const asked = messages.length;
-      const { system } = talk.parameters;
+      const system = talk.parameters.value("system");
       const all = system ? [{ role: "system", content: system }, ...messages] : [...messages];
       const given = await talk.ask("v1/chat/completions", { model: session.model, messages: all }, answer);
       if (!given || messages.length !== asked) return; // it failed, or belongs to the conversation before
@@ -38,7 +38,7 @@ export const chat = {
       const form = h("form", { class: "results" }, fields, h("button", {}, "Send results"));
       form.addEventListener("submit", (event) => {
         event.preventDefault();
-        if (talk.busy) return;
+        if (talk.running) return;
         const told = (input, place) => ({ role: "tool", tool_call_id: calls[place].id, content: input.value });
         messages.push(...inputs.map(told));
         for (const one of form.elements) one.disabled = true;

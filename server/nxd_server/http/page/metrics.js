@@ -12,6 +12,7 @@ export class Reading {
       if (!this.samples.has(name)) this.samples.set(name, []);
       this.samples.get(name).push({ labels: Object.fromEntries(found), value: number(value) });
     }
+    this.run = this.sum("nxd_start_time_seconds"); // of the server
   }
 
   /** The sum of a metric's samples, or of those with these `labels`. */
@@ -23,11 +24,6 @@ export class Reading {
   /** The different values of a label. */
   values(name, label) {
     return [...new Set((this.samples.get(name) ?? []).map(({ labels }) => labels[label]))];
-  }
-
-  /** Which run of the server it is of. */
-  get run() {
-    return this.sum("nxd_start_time_seconds");
   }
 }
 

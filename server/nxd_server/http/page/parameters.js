@@ -64,12 +64,8 @@ export class Parameters {
     }
   }
 
-  get system() {
-    return this.#inputs.system.value;
-  }
-
-  get wantsJson() {
-    return this.#inputs.form.value !== "text";
+  value(name) {
+    return this.#inputs[name].value;
   }
 
   /** Returns the fields of a body. Throws ApiError for what is no number or no JSON. */
@@ -82,7 +78,7 @@ export class Parameters {
       if (value !== "") body[name] = Number(value);
     }
     if (stop.value) body.stop = stop.value.split("\n").filter(Boolean);
-    if (this.wantsJson) body.response_format = { type: form.value };
+    if (form.value !== "text") body.response_format = { type: form.value };
     if (form.value === "json_schema") {
       body.response_format.json_schema = { name: "answer", schema: this.#parsed("schema") };
     }

@@ -24,6 +24,7 @@ const clock = (at) => new Date(1000 * at).toTimeString().slice(0, 8);
 export class Plot {
   #points = [];
   #chosen = null; // the place of the point under the pointer
+  #x = () => 0; // from a time to its place
   #legend = h("span", { class: "legend" });
   #svg = svg("svg", { role: "img", tabindex: 0, height: HEIGHT });
 
@@ -51,21 +52,13 @@ export class Plot {
     });
   }
 
-  /** Seconds that it shows. */
-  get #span() {
-    return Math.max(60, this.#points.at(-1).at - this.#points[0].at);
-  }
-
-  #x(at) {
-    const end = this.#points.at(-1).at;
-    return LEFT + (this.#svg.clientWidth - LEFT - RIGHT) * (1 - (end - at) / this.#span);
-  }
-
   draw(points) {
     this.#points = points;
     const width = this.#svg.clientWidth;
     if (!width || !points.length) return;
     const now = points.at(-1).at;
+    const span = Math.max(60, now - points[0].at); // seconds that it shows
+    const x = (this.#x = (at) => LEFT + (width - LEFT - RIGHT) * (1 - (now - at) / span));
     const names = [...new Set(points.flatMap((point) => Object.keys(point[this.name])))];
     const [top, step] = scale(Math.max(0, ...points.flatMap((point) => Object.values(point[this.name]))));
     const y = (value) => HEIGHT - BOTTOM - (value / top) * (HEIGHT - BOTTOM - TOP);
@@ -76,23 +69,23 @@ export class Plot {
       drawn.push(line("grid", LEFT, width - RIGHT, y(value), y(value)));
       drawn.push(text(LEFT - 6, y(value) + 4, "end", this.format(value)));
     }
-    const tick = [15, 30, 60].find((seconds) => this.#span / seconds <= 5.5);
-    for (let at = Math.ceil((now - this.#span) / tick) * tick; at < now - 5; at += tick) {
-      drawn.push(text(this.#x(at), HEIGHT - 6, "middle", clock(at)));
+    const tick = [15, 30, 60].find((seconds) => span / seconds <= 5.5);
+    for (let at = Math.ceil((now - span) / tick) * tick; at < now - 5; at += tick) {
+      drawn.push(text(x(at), HEIGHT - 6, "middle", clock(at)));
     }
     names.forEach((name, place) => {
       let [path, last] = ["", -Infinity];
       for (const point of points) {
         const value = point[this.name][name] ?? null;
         if (value === null) continue;
-        path += `${point.at - last > GAP ? "M" : "L"}${this.#x(point.at).toFixed(1)} ${y(value).toFixed(1)}h0`;
+        path += `${point.at - last > GAP ? "M" : "L"}${x(point.at).toFixed(1)} ${y(value).toFixed(1)}h0`;
         last = point.at;
       }
       drawn.push(svg("path", { class: `line s${place % 4}`, d: path }));
     });
     const point = points[this.#chosen] ?? points.at(-1);
     const when = points[this.#chosen] ? clock(point.at) : "";
-    if (when) drawn.push(line("cursor", this.#x(point.at), this.#x(point.at), TOP, HEIGHT - BOTTOM));
+    if (when) drawn.push(line("cursor", x(point.at), x(point.at), TOP, HEIGHT - BOTTOM));
     this.#svg.replaceChildren(...drawn);
     const value = (name) => point[this.name][name] ?? null;
     const told = names.map((name) => [name, value(name) === null ? "–" : this.format(value(name))]);

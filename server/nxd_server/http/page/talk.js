@@ -6,7 +6,7 @@ import { h } from "./dom.js";
 import { Parameters } from "./parameters.js";
 
 export class Talk {
-  #running = null;
+  running = null; // the AbortController of the request that runs
   #send = h("button", {}, "Send");
   #stop = h("button", { type: "button", hidden: true, onclick: () => this.stop() }, "Stop (Esc)");
   log = h("div", { class: "log", role: "log", "aria-label": "Answers" });
@@ -17,7 +17,7 @@ export class Talk {
     const form = h("form", { class: "ask" }, input, h("div", { class: "buttons" }, this.#send, this.#stop, buttons));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (!this.#running && input.value.trim()) begin(input.value);
+      if (!this.running && input.value.trim()) begin(input.value);
     });
     form.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.stop();
@@ -34,31 +34,27 @@ export class Talk {
   }
 
   stop() {
-    this.#running?.abort();
+    this.running?.abort();
   }
 
-  get busy() {
-    return this.#running !== null;
-  }
-
-  set #controller(controller) {
-    this.#running = controller;
-    this.#send.hidden = this.busy;
-    this.#stop.hidden = !this.busy;
+  #run(controller) {
+    this.running = controller;
+    this.#send.hidden = controller !== null;
+    this.#stop.hidden = controller === null;
   }
 
   /** Streams an answer into the log. Returns it; null if it failed, with a button that calls `again`. */
   async ask(path, body, again) {
     const answer = new Answer();
     this.log.append(answer.element);
-    this.#controller = new AbortController();
+    this.#run(new AbortController());
     try {
-      for await (const event of stream(path, { ...this.parameters.read(), ...body }, this.#running.signal)) {
+      for await (const event of stream(path, { ...this.parameters.read(), ...body }, this.running.signal)) {
         const seen = this.#below < 80;
         answer.take(event);
         if (seen && this.#below > 0) scrollBy(0, this.#below);
       }
-      answer.end(this.parameters.wantsJson);
+      answer.end(this.parameters.value("form") !== "text");
       return answer;
     } catch (error) {
       if (error.name === "AbortError") {
@@ -71,7 +67,7 @@ export class Talk {
       });
       return null;
     } finally {
-      this.#controller = null;
+      this.#run(null);
     }
   }
 }
