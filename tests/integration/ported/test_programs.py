@@ -269,6 +269,7 @@ INFERENCE: list[tuple[str, str, Callable[[], list[float]]]] = [
     ("tp_bert_inference.py", "logits", paraphrases),
     ("tp_clip_text_encoder.py", "embeddings", embeddings),
     ("inference_demo.py", "tokens", functools.partial(greedy, "It takes from the banks, a grain at ", 8)),
+    ("model_builder_v2.py", "tokens", functools.partial(greedy, "It takes from the banks, a grain at ", 8)),
     (
         "quantized_llama_inference.py",
         "tokens",

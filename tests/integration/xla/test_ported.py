@@ -12,7 +12,7 @@ from tests.integration.xla.rig import in_a_process, require
 require()
 
 from nxd_infer.util.ports import free_port  # noqa: E402
-from tests.integration.ported.test_programs import TRAINING, numbers  # noqa: E402
+from tests.integration.ported.test_programs import INFERENCE, TRAINING, numbers  # noqa: E402
 from tests.support.ported import run  # noqa: E402
 
 PROGRAMS = {program: expected for program, expected, runs in TRAINING if runs[0] == (1, "")}
@@ -28,6 +28,11 @@ def test_losses_are_those_of_plain_pytorch(
         monkeypatch.setenv(name, str(value))
     shown = run(tmp_path, 1, program)
     assert numbers(shown, "losses") == pytest.approx(expected(), rel=1e-4)
+
+
+def test_a_decoder_of_the_second_model_builder_has_the_tokens_of_transformers(tmp_path: Path):
+    (expected,) = [tokens for program, _, tokens in INFERENCE if program == "model_builder_v2.py"]
+    assert numbers(run(tmp_path, 1, "model_builder_v2.py", "--tp", 2), "tokens") == expected()
 
 
 def test_a_checkpointed_module_drops_the_same_elements_again():
