@@ -15,11 +15,14 @@ RAY_VENV ?= .venv-ray
 RAY_STAMP := $(RAY_VENV)/.installed
 PLAYWRIGHT ?= .playwright
 PLAYWRIGHT_STAMP := $(PLAYWRIGHT)/.installed
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 OLDEST_HF ?= .transformers-4.56
 OLDEST_HF_STAMP := $(OLDEST_HF)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check lint test test-rest test-all test-hf test-xla xla-rig test-ray test-cuda test-image test-page
+.PHONY: help install demo check lint test test-rest test-all test-hf test-xla xla-rig test-ray clients-rig
+.PHONY: test-clients test-cuda test-image test-page
 .PHONY: architectures bench fuzz soak asan wheel clean
 
 help: ## list the commands
@@ -128,6 +131,27 @@ ALONE := unshare --map-root-user --net --pid --fork --kill-child --mount-proc
 test-ray: $(RAY_STAMP) ## an artifact over the nodes of a Ray cluster on this machine, one of which is lost (5 minutes)
 	@PYTHONPATH=$(CURDIR)/deploy/ray $(ALONE) $(RAY_VENV)/bin/python -m pytest -q -W ignore::DeprecationWarning tests/integration/ray/checks.py
 
+CLIENTS := tests/integration/clients
+NODE_FOLDER := $(CLIENTS_VENV)/node
+
+# Of their own: clients bring, and bound, many packages, whose versions pip would look for half an hour, uv for seconds.
+# The server that they ask runs from .venv.
+$(CLIENTS_STAMP): $(CLIENTS)/requirements.txt $(CLIENTS)/package.json
+	@command -v npm > /dev/null || { echo "the AI SDK runs under node: apt-get install nodejs npm" >&2; exit 1; }
+	@echo "installing clients of many makers into $(CLIENTS_VENV), the first time only; some minutes"
+	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	@$(CLIENTS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) uv
+	@$(CLIENTS_VENV)/bin/uv pip install -q --python $(CLIENTS_VENV)/bin/python -r $(CLIENTS)/requirements.txt
+	@mkdir -p $(NODE_FOLDER) && cp $(CLIENTS)/package.json $(NODE_FOLDER)
+	@npm install --silent --no-fund --no-audit --prefix $(NODE_FOLDER)
+	@touch $@
+
+clients-rig: $(CLIENTS_STAMP) ## make .venv-clients with langchain, litellm, the AI SDK and other clients
+
+# Without the conftest.py above, which needs what .venv has.
+test-clients: $(STAMP) $(CLIENTS_STAMP) ## real clients ask a real server, as their documents begin (3 minutes)
+	@SERVER_PYTHON=$(abspath $(BIN))/python $(CLIENTS_VENV)/bin/python -m pytest -q --confcutdir $(CLIENTS) $(CLIENTS)/checks.py
+
 test-cuda: $(STAMP) ## training over NCCL, on a GPU that all ranks share (4 minutes; .venv needs a torch with CUDA)
 	@$(BIN)/python -m pytest -q -n 7 --dist load tests/integration/cuda/checks.py
 
@@ -154,4 +178,4 @@ asan: $(STAMP) ## tests of fused operators, of experts and of the loop with g++'
 		$(BIN)/python -m pytest -q -s -k "not leave_nothing_behind" $(ON_ASAN)
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(XLA_VENV) $(RAY_VENV) $(OLDEST_HF) $(PLAYWRIGHT) .pytest_cache .ruff_cache .hypothesis .demo .asan
+	rm -rf $(VENV) $(XLA_VENV) $(RAY_VENV) $(CLIENTS_VENV) $(OLDEST_HF) $(PLAYWRIGHT) .pytest_cache .ruff_cache .hypothesis .demo .asan

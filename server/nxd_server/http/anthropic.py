@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.request import Usage
 from nxd_server.http.blocks import Block, BlockAnswer, check_answers, check_fields, sse, text_parts
-from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unsupported
+from nxd_server.http.error_responses import NO_THREADS, ApiError, bad_request, clip, missing_field, unsupported
 from nxd_server.http.openai.chat import Conversation, chat_prompt, conversation, thinking_switch
 from nxd_server.http.openai.generation import respond
 from nxd_server.http.openai.schemas import MOST_MESSAGES, MOST_VARIABLES, ChatBody, SamplerBody
@@ -37,6 +37,13 @@ TOOL_FIELDS = frozenset(
 )
 
 
+def _edits_nothing(management: Any) -> bool:
+    """Whether what `context_management` asks for is to keep all thinking, as Claude Code does."""
+    edits = management.get("edits") if isinstance(management, dict) else None
+    kept = {"type": "clear_thinking_20251015", "keep": "all"}
+    return is_empty(management) or (isinstance(edits, list) and all(edit == kept for edit in edits))
+
+
 class CountBody(SamplerBody):
     """``POST /v1/messages/count_tokens``."""
 
@@ -44,7 +51,7 @@ class CountBody(SamplerBody):
     NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
         "container": is_empty,
         "mcp_servers": is_empty,
-        "context_management": is_empty,
+        "context_management": _edits_nothing,
         "service_tier": is_one_of("auto", "standard_only"),
         "speed": is_one_of("standard"),
         "stream_options": is_empty,
@@ -70,10 +77,13 @@ class MessagesBody(CountBody):
     max_tokens: Whole = Field(..., description="Most tokens to generate.")
     stop_sequences: Listed[str] = Field(default_factory=list, max_length=64, description="Strings that end the text.")
     stream: bool = Field(False, description="Answer as server-sent events.")
+    thread: dict[str, Any] | None = Field(None, description="Refused, after which clients send whole conversations.")
 
 
 async def messages(request: Request, body: MessagesBody) -> Any:
     """Answer a conversation, at once or as a stream."""
+    if body.thread is not None:
+        raise bad_request("`thread` is not supported by this server: send the whole conversation", "thread", NO_THREADS)
     chat = _chat_body(request, body)
     more = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None, "stream": body.stream}
     one = await conversation(request, ChatBody.parse({**chat, **more}), "/v1/messages")
@@ -119,13 +129,13 @@ def _messages(body: CountBody) -> tuple[list[dict[str, Any]], list[str]]:
         raise bad_request("`messages` must hold at least one message", "messages")
     found: list[dict[str, Any]] = []
     origins: list[str] = []
-    if body.system:
-        _check_blocks(body.system, "system", ("text",))
-        found.append({"role": "system", "content": text_parts(body.system, "system", ("text",))})
-        origins.append("system")
+    system = _check_blocks(body.system, "system", ("text",)) if body.system else []
     for place, message in enumerate(body.messages):
         where, role = f"messages[{place}]", message.get("role")
         check_fields(message, frozenset({"role", "content"}), where)
+        if role == "system" and found:  # Claude Code's; most templates take it at the beginning only
+            system = [*system, *_check_blocks(message.get("content"), f"{where}.content", ("text",))]
+            continue
         if role not in OF_ROLE:
             raise bad_request(
                 f"`{where}.role` must be 'user' or 'assistant'; the system's text is `system`", f"{where}.role"
@@ -144,6 +154,9 @@ def _messages(body: CountBody) -> tuple[list[dict[str, Any]], list[str]]:
     for one in found:
         if one["role"] == "user" and len(one["content"]) == 1:
             one["content"] = one["content"][0]["text"]
+    if system:
+        found.insert(0, {"role": "system", "content": text_parts(system, "system", ("text",))})
+        origins.insert(0, "system")
     check_answers(found, origins, "content")
     return found, origins
 
@@ -238,7 +251,9 @@ def _choice(choice: dict[str, Any] | None) -> tuple[Any, bool | None]:
 
 
 def _format(config: dict[str, Any]) -> dict[str, Any] | None:
-    check_fields(config, frozenset({"format"}), "output_config")
+    check_fields(config, frozenset({"format", "effort"}), "output_config")
+    if config.get("effort") not in (None, "high"):
+        raise unsupported("output_config.effort", "only 'high', the default, is")
     form = config.get("format")
     if form is None:
         return None

@@ -45,6 +45,8 @@ ANTHROPIC = {
     504: "timeout_error",
 }
 """Type of an error in Anthropic's API."""
+NO_THREADS = "thread_unsupported_request"
+"""The code by which Anthropic's client knows that it must send whole conversations."""
 
 
 class ApiError(Exception):
@@ -93,7 +95,9 @@ class ApiError(Exception):
 
     def anthropic_body(self, request_id: str) -> dict[str, Any]:
         """Return the error in the form of Anthropic's API."""
-        error = {"type": ANTHROPIC.get(self.status, "invalid_request_error"), "message": self.message}
+        error: dict[str, Any] = {"type": ANTHROPIC.get(self.status, "invalid_request_error"), "message": self.message}
+        if self.code == NO_THREADS:
+            error["details"] = {"error_code": self.code, "unsupported": [self.param]}
         return {"type": "error", "error": error, "request_id": request_id}
 
     def tgi_body(self) -> dict[str, Any]:

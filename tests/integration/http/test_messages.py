@@ -74,6 +74,29 @@ def test_a_conversation_with_a_tool_has_the_answers_of_a_chat(server, client):
     assert answer.content[0].text == expected["choices"][0]["message"]["content"]
 
 
+def test_anthropics_own_loop_of_tools_goes_on_without_a_thread(client):
+    """It asks for one, whose conversation a server would keep, and sends all of it once it is refused."""
+    weather = anthropic.beta_tool(lambda city: "dry", name="weather", description="", input_schema=EMPTY)
+    clock = anthropic.beta_tool(lambda: "noon", name="clock", description="", input_schema=EMPTY)
+    answers = list(client.beta.messages.tool_runner(messages=[ASKED], tools=[weather, clock], **GREEDY))
+    assert answers[0].stop_reason == "tool_use" and len(answers) > 1
+
+
+def test_what_claude_code_sends_is_taken(server, client):
+    """Its reminders are the system's, whose messages come behind the user's."""
+    asks = {
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+    }
+    system = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in ("Be ", "brief.")]
+    body = {"system": system, "messages": [ASKED, {"role": "system", "content": "Now."}], "max_tokens": 150, **asks}
+    answer = server.post(ROUTE, {**body, "temperature": 0}, headers={"x-api-key": "one"}).json()
+    parts = [{"type": "text", "text": text} for text in ("Be ", "brief.", "Now.")]
+    expected = chat(server, [{"role": "system", "content": parts}, ASKED])["choices"][0]["message"]["content"]
+    assert "".join(block["text"] for block in answer["content"]) == expected
+
+
 def test_tokens_are_counted_as_they_are_used(server, client):
     for more in ({}, {"tools": FUNCTIONS}, {"system": "Short."}):
         counted = client.messages.count_tokens(model="taught", messages=[ASKED], **more).input_tokens
@@ -181,7 +204,8 @@ WRONG = [
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-    ({"output_config": {"effort": "high"}}, "output_config.effort"),
+    ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"temprature": 1}, "temprature"),
 ]  # fmt: skip
