@@ -12,24 +12,20 @@ import pytest
 
 from tests.support.http.http_servers import ROOT, ServerProcess
 
-SERVER_PYTHON = os.environ["SERVER_PYTHON"]
-NOBODY_CALLED = {  # clients that would look for prices, encodings, data or newer versions elsewhere
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # nobody else is called, for prices or anything
     "HAYSTACK_TELEMETRY_ENABLED": "False",
     "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "OPENAI_AGENTS_DISABLE_TRACING": "1",
-    "AI_SDK_LOG_WARNINGS": "false",
 }
-os.environ |= {**NOBODY_CALLED, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with ``chat``, ``embeddings`` and ``reranking``, and the model of ``chat`` in ``model``."""
     place = tmp_path_factory.mktemp("artifacts")
-    os.environ["HF_HOME"] = str(place / "hugging_face")
-    command = [SERVER_PYTHON, "-m", "tests.integration.clients.make_artifacts", str(place)]
+    os.environ.update(ENVIRONMENT)  # before a client is imported
+    command = [os.environ["SERVER_PYTHON"], "-m", "tests.integration.clients.make_artifacts", str(place)]
     environment = {**os.environ, "NXD_INFER_TESTS_SHARED": str(place / "shared")}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
     return place
@@ -38,7 +34,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def serving(artifact: Path) -> Iterator[str]:
     """The URL of OpenAI's API, which every client appends its routes to."""
-    server = ServerProcess([SERVER_PYTHON, "-m", "nxd_infer", "serve", str(artifact), "--port", "0"])
+    server = ServerProcess([os.environ["SERVER_PYTHON"], "-m", "nxd_infer", "serve", str(artifact), "--port", "0"])
     try:
         yield f"{server.wait_ready().url}/v1"
     finally:
