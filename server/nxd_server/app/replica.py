@@ -131,10 +131,14 @@ class Replica:
         return self.failure is None and self.engine is not None and self.engine.state == "ready"
 
     @property
+    def stuck(self) -> bool:
+        """Whether a step is overdue."""
+        return self.engine is not None and bool(self.engine.steps.overdue)
+
+    @property
     def stalls(self) -> bool:
-        """Whether a new request would wait for what other copies need not wait for: new weights, or a step that is
-        overdue."""
-        return self.engine is not None and bool(self.engine.gate.closed or self.engine.steps.overdue)
+        """Whether a new request would wait for what other copies need not wait for: new weights, or a stuck step."""
+        return self.stuck or (self.engine is not None and self.engine.gate.closed)
 
     def health(self) -> EngineHealth | None:
         return None if self.engine is None else self.engine.health()

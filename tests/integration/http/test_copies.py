@@ -36,7 +36,7 @@ def model_dir():
 @pytest.fixture(scope="module")
 def server(root):
     options = ("--replicas", "2", "--no-generation-defaults", "--admin-key", "admin", "--weights-root", str(root))
-    with real_server(trace_sampled(), *options, "--call-timeout", "5", "--max-restarts", "9") as server:
+    with real_server(trace_sampled(), *options, "--max-restarts", "9") as server:
         wait_for(lambda: all(copy["status"] == "ready" for copy in copies(server)))
         yield server
 
@@ -47,7 +47,7 @@ def texts(model_dir):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("stuck", [False, True], ids=["killed", "stopped"])
+@pytest.mark.parametrize("stuck", [True, False], ids=["stopped", "killed"])
 def test_a_lost_copy_is_unseen_by_requests_that_have_no_token_yet(server, texts, stuck):
     pids, restarts = rank_pids(server), server.metric("nxd_engine_restarts_total")
     assert len(set(pids)) == 2
@@ -70,8 +70,11 @@ def test_a_lost_copy_is_unseen_by_requests_that_have_no_token_yet(server, texts,
             else:
                 assert response.json()["choices"][0]["text"] == texts[body["prompt"]]
     assert server.get("/readyz").status_code == 200
+    if stuck:  # it is late, and not lost
+        os.kill(pids[0], signal.SIGCONT)
     wait_for(lambda: all(copy["status"] == "ready" for copy in copies(server)))
-    assert server.metric("nxd_engine_restarts_total") == restarts + 1 and rank_pids(server)[1] == pids[1]
+    assert server.metric("nxd_engine_restarts_total") == restarts + (not stuck)
+    assert rank_pids(server)[1] == pids[1]
 
 
 def test_new_weights_and_new_ranks_go_from_copy_to_copy_while_all_are_answered(server, root, texts):

@@ -58,6 +58,8 @@ PADDED_TO = 64
 
 Given = PromptEvent | TokenEvent | FinishEvent
 """An event of a choice that has not failed."""
+LOOK_SECONDS = 1.0
+"""How often a request without a token looks whether its copy is stuck."""
 
 _LEFT: Any = object()
 
@@ -179,25 +181,27 @@ class Generation:
 
     def _start_over(self) -> None:
         """Forget what was submitted: another copy's weights may be of another version."""
-        self._mailbox.close()
         self._mailbox, self._tickets = Mailbox(self._bell), []
         self._whole = self._request.scope[WHOLE] = self._whole.again()
         if self._watcher is not None and self._watcher.done():
             self._mailbox.put(_LEFT)
 
-    def _moves(self, event: ErrorEvent) -> bool:
-        """Whether the request begins again in another copy, because its own is lost and it has no token yet. Once, if
-        it was in a slot: it may be what its copy died of."""
-        ran = event.timings.admitted is not None
-        lost = self._replica
-        if self._begun or (ran and self._moved) or lost is None or not isinstance(event.error, EngineFailedError):
+    def _moves(self, ran: bool) -> bool:
+        """Whether the request begins again in another copy, because its own is lost or stuck and it has no token yet.
+        Once, if it ``ran``: it may be what its copy died of."""
+        before, lost = (self._mailbox, self._tickets, self._whole), self._replica
+        if self._begun or (ran and self._moved) or lost is None:
             return False
-        self._moved = self._moved or ran
         self._start_over()
         try:
             self._submit([lost])
         except (EngineUnavailableError, QueueFullError):
+            self._mailbox, self._tickets, self._whole = before
+            self._request.scope[WHOLE] = self._whole
             return False
+        self._moved = self._moved or ran
+        for ticket in before[1]:
+            ticket.cancel()
         return True
 
     async def __aexit__(
@@ -219,9 +223,16 @@ class Generation:
         left = self._deadline + DEADLINE_GRACE - time.monotonic()
         patience = left if wait is None else min(wait, left)
         end = time.monotonic() + patience
-        while (item := await self._mailbox.get(max(0.0, end - time.monotonic()))) is not None:
-            if (taken := self._take(item)) is not None:
-                return taken
+        while True:
+            left = max(0.0, end - time.monotonic())
+            looks = not self._begun and not self._moved and len(self._service.replicas) > 1
+            if (item := await self._mailbox.get(min(left, LOOK_SECONDS) if looks else left)) is not None:
+                if (taken := self._take(item)) is not None:
+                    return taken
+            elif time.monotonic() >= end:
+                break
+            elif looks and self._replica is not None and self._replica.stuck:
+                self._moves(ran=True)
         if time.monotonic() - self._deadline >= DEADLINE_GRACE:
             raise not_finished(self._service.settings.request_timeout)
         return None
@@ -237,7 +248,11 @@ class Generation:
             raise self._gone()
         base, event = item
         choice = base + event.index
-        if isinstance(event, ErrorEvent) and self._moves(event):
+        if (
+            isinstance(event, ErrorEvent)
+            and isinstance(event.error, EngineFailedError)
+            and self._moves(ran=event.timings.admitted is not None)
+        ):
             return None
         self._begun = True
         if isinstance(event, PromptEvent):
