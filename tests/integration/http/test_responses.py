@@ -275,7 +275,7 @@ WRONG = [
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"text": {"verbosity": "high"}}, "text.verbosity"),
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"reasoning": {"effort": "none"}}, "reasoning.effort"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
