@@ -89,7 +89,7 @@ class QueueLimit:
 
         ``tokens``: of all of them. ``timeout``: seconds that they may take in all; they must begin before.
         """
-        if not whole.taken:
+        if not whole.charged:
             whole.account.check_tokens()
         ahead = self.inside - self.capacity
         if ahead + requests <= 0:
@@ -131,8 +131,9 @@ class QueueLimit:
         self._waiting[whole.owner] += requests
         self._tokens[whole.owner] += tokens
         self._ahead[whole.owner] += work
-        whole.taken = True
-        whole.account.spend(prompt=tokens)
+        whole.asked += tokens // requests  # a prompt counts once, however many choices it has
+        whole.account.spend(prompt=max(0, whole.asked - whole.charged))
+        whole.charged = max(whole.charged, whole.asked)
 
     def begun(self, items: Collection[Waiting], full: bool) -> None:
         """Record that these wait no more because they begin; ``full``: all capacity is in use now and others wait."""
@@ -188,8 +189,8 @@ class WholeRequest:
         self.account = account
         self.priority = 0
         """Among the account's own requests the lowest begins first."""
-        self.taken = False
-        """Whether a part of it has been queued."""
+        self.asked = self.charged = 0
+        """Tokens of its queued prompts; those that its account was charged for, by an engine that was lost too."""
         self.version: int | None = None
         """The version of the weights that answer it, set when its first part begins."""
         self._parts = 1
@@ -204,7 +205,7 @@ class WholeRequest:
     def again(self) -> WholeRequest:
         """Return a new one for the same client request, none of whose parts counts any more."""
         fresh = copy.copy(self)
-        fresh.version, fresh._parts, fresh._gate = None, 1, None
+        fresh.version, fresh._parts, fresh._gate, fresh.asked = None, 1, None, 0
         return fresh
 
     def close(self) -> None:

@@ -156,6 +156,7 @@ class Engine(EngineCore):
         adapter: str | None = None,
         whole: WholeRequest | None = None,
         grammar: CompiledGrammar | None = None,
+        rules: TokenRules | None = None,
     ) -> Ticket:
         """Queue a request; its events are sent from the engine's thread.
 
@@ -165,7 +166,7 @@ class Engine(EngineCore):
             timeout: seconds until the request fails with DeadlineExceededError, including queueing.
             adapter: the name of a loaded adapter; None is the model itself.
             whole: the request that this is a part of; the same weights answer all its parts.
-            grammar: what :meth:`grammar_of` returned for ``params``; else it is compiled here.
+            grammar, rules: what :meth:`grammar_of` and :meth:`rules_of` returned for ``params``; else made here.
 
         Raises RequestError (PromptTooLongError and MaxTokensError if it does not fit into ``max_len``,
         UnknownModelError for the adapter), QueueFullError or EngineUnavailableError; then nothing is queued.
@@ -176,9 +177,7 @@ class Engine(EngineCore):
             new_tokens = max_new_tokens(params.max_tokens, len(prompt), self.max_len)
             samplers = self._checked_params(params)
             grammar = grammar or self.grammar_of(params)
-            rules = None
-            if params.allowed_token_ids or params.bad_words:
-                rules = TokenRules(params.allowed_token_ids, params.bad_words, self.tokenizer, self.vocab_size)
+            rules = rules or self.rules_of(params)
             check_timeout(timeout)
         except RequestError:
             queue.rejected["invalid"] += 1
@@ -208,7 +207,7 @@ class Engine(EngineCore):
                     guide=None if grammar is None else grammar.guide(),
                     rules=rules,
                     adapter=lora,
-                    scores=None if params.prompt_logprobs is None else [],
+                    scores=None if params.prompt_logprobs is None or index > 0 else [],
                 )
                 ticket.choices.append(choice)
             ticket.open = params.n
@@ -232,6 +231,11 @@ class Engine(EngineCore):
         if self._grammars is None:
             raise RequestError(constraint.where, "needs a tokenizer, and this artifact has none")
         return self._grammars.compiled(constraint)
+
+    def rules_of(self, params: SamplingParams) -> TokenRules | None:
+        """Return the rules that ``params`` ask for, if any; takes up to a second. Raises RequestError."""
+        given = params.allowed_token_ids, params.bad_words
+        return TokenRules(*given, self.tokenizer, self.vocab_size) if any(given) else None
 
     def stats(self) -> EngineStats:
         running = self._scheduler.running
@@ -300,7 +304,9 @@ class Engine(EngineCore):
 
     def _may_begin(self, choice: Sequence) -> bool:
         choice.cache_key = (self.gate.version, choice.adapter, choice.params.cache_salt)
-        return self.gate.may_begin(choice.ticket.whole)
+        first = choice.ticket.choices[0]  # it alone scores the prompt, and the others' scores come before their tokens
+        ready = first is choice or first.scores is None or first.first_token is not None or first.ended
+        return ready and self.gate.may_begin(choice.ticket.whole)
 
     def _take_news(self) -> None:
         if not self._inbox.due:
@@ -386,7 +392,8 @@ class Engine(EngineCore):
                 if choice.first_token is None:
                     choice.first_token = now
                     if choice.scores is not None:
-                        self._send(choice, PromptEvent(choice.index, choice.scores))
+                        for one in choice.ticket.choices:
+                            self._send(one, PromptEvent(one.index, choice.scores))
                 if choice.max_new_tokens == 0:
                     self._finish(choice, "length")
                     break

@@ -23,6 +23,7 @@ operator's own limit (``nxd_infer.ops.sampling``), so that both always agree."""
 SMALLEST_TOP_P = 1e-6
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 128
+MAX_BAD_CHARACTERS = 8192
 MAX_STOP_LENGTH = 1024
 WHOLE_NUMBERS = {
     "max_tokens": Option(16, "", int, minimum=0),
@@ -134,6 +135,8 @@ class SamplingParams:
                 raise RequestError(name, f"must be true or false, got {getattr(self, name)!r}")
         put(self, "stop", _strings("stop", self.stop, MAX_STOP_STRINGS))
         put(self, "bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
+        if (length := sum(map(len, self.bad_words))) > MAX_BAD_CHARACTERS:
+            raise RequestError("bad_words", f"have at most {MAX_BAD_CHARACTERS} characters together, got {length}")
         for name in ("stop_token_ids", "allowed_token_ids"):
             put(self, name, _token_ids(name, getattr(self, name)))
         put(self, "logit_bias", _logit_bias(self.logit_bias))
@@ -195,7 +198,9 @@ def _token_ids(name: str, value: Any) -> list[int]:
     ids = [] if value is None else value
     if not isinstance(ids, (list, tuple)):
         raise RequestError(name, f"must be a list of token ids, got {value!r}")
-    return [_number(name, token, TOKEN_ID) for token in ids]
+    if not (set(map(type, ids)) <= {int} and min(ids, default=0) >= 0):  # one by one takes long
+        ids = [_number(name, token, TOKEN_ID) for token in ids]
+    return list(dict.fromkeys(ids))
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -245,7 +250,7 @@ def sampler_of(
     for name in ("structured_outputs", "allowed_token_ids", "bad_words"):
         if getattr(params, name) and "allowed" not in inputs:
             raise RequestError(name, _absent("allowed", name))
-    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+    for name in ("logit_bias", "stop_token_ids"):  # those of allowed_token_ids are checked once for all choices
         tokens = getattr(params, name)
         if outside := [token for token in tokens if token >= vocab_size]:
             raise RequestError(name, f"token {outside[0]} is outside the vocabulary of {vocab_size}")

@@ -180,7 +180,7 @@ class Scheduler:
         for sequence in admitted:
             self._waiting.remove(sequence)
             # Penalties count the tokens that steps are fed since a sequence began in its slot, at position 0.
-            reuses = self.prefix_caching and not sequence.params.penalised and sequence.scores is None
+            reuses = self.prefix_caching and not sequence.params.penalised and sequence.params.prompt_logprobs is None
             prompt = sequence.prompt if reuses else ()
             sequence.slot, sequence.reused = self.slots.allocate(prompt, sequence.cache_key)
             sequence.computed = sequence.reused

@@ -178,4 +178,10 @@ def test_what_was_used_counts_whatever_became_of_the_request(engines, whole):
         engine.submit([1], GREEDY, Listener(), whole=whole(ALICE))
     assert 100 < caught.value.retry_after <= 117, "58 tokens of which 20 are free, at three seconds each"
     account.allow(requests=None, tokens=None, running=None)
+    part = whole(ALICE)
+    for _ in range(2):
+        assert engine.submit([1] * 5, GREEDY.replace(n=3), Listener(3), whole=part).wait(60)
+        assert account.prompt_tokens == 8 + 5, "once, however many choices and copies of the model"
+        part.close()
+        part = part.again()  # as one that moves to another copy
     assert engine.submit([1], GREEDY, Listener(), whole=whole(ALICE)).wait(60)

@@ -62,6 +62,17 @@ def test_the_scores_are_the_models_and_other_answers_stay(engines, toy, takes_st
         assert found.prompt is None and found.tokens == naive_generate(prompt, max_tokens=12, ignore_eos=True)
 
 
+@BOTH_WAYS
+def test_choices_share_the_scores_of_their_prompt_which_come_first(engines, takes_steps):
+    events = []
+    assert engines().submit(SYSTEM, SCORED.replace(n=3), events.append).wait(60)
+    for index in range(3):
+        first, *tokens, end = (event for event in events if event.index == index)
+        assert isinstance(first, PromptEvent) and first.scores is events[0].scores and end.reason == "length"
+        assert [one.token for one in tokens] == naive_generate(SYSTEM, max_tokens=5, ignore_eos=True)
+    are_right(SYSTEM, events[0].scores)
+
+
 def test_a_prompt_may_be_read_alone(engines):
     found = Scores()
     assert engines().submit(SYSTEM, SCORED.replace(max_tokens=0), found).wait(60)

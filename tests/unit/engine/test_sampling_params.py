@@ -36,7 +36,9 @@ NAMES = {spec.name for spec in BUCKET.inputs}
         ("stop", [""]), ("stop", [1]), ("stop", 5), ("stop", ["x"] * 17), ("stop", ["x" * 1025]),
         ("stop_token_ids", [-1]), ("stop_token_ids", ["1"]), ("stop_token_ids", 3),
         ("logit_bias", {"a": 1}), ("logit_bias", {1: 101}), ("logit_bias", {1: "x"}), ("logit_bias", [1]),
-        ("logit_bias", {-1: 1}), ("logit_bias", {"1" * 25: 1}), ("logit_bias", {1: math.nan}),
+        ("bad_words", [letter * 1000 for letter in "abcdefghi"]), ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", [True]), ("logit_bias", {-1: 1}),
+        ("logit_bias", {"1" * 25: 1}), ("logit_bias", {1: math.nan}),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_its_field(field, value):
@@ -91,6 +93,7 @@ def test_accepted_forms_become_one_form():
     assert params.stop == ["END"] and params.top_k == 0 and params.logit_bias == {5: 1.0}
     assert params.temperature == 1.0 and params.seed == 3 and params.stop_token_ids == [1, 2]
     assert SamplingParams(stop=None, logit_bias=None, stop_token_ids=None).stop == []
+    assert SamplingParams(allowed_token_ids=(3, 1.0, 3)).allowed_token_ids == [3, 1]
     assert params.replace(n=2).n == 2
     with pytest.raises(RequestError):
         params.replace(n=0)

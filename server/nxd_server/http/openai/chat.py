@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, max_new_tokens
+from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import RequestError
 from nxd_server.http.error_responses import (
     ApiError,
@@ -20,7 +21,7 @@ from nxd_server.http.error_responses import (
     unsupported,
 )
 from nxd_server.http.openai.generation import Choices, Generation, Given, check_choices, respond, with_limit
-from nxd_server.http.openai.logprobs import chat_logprob, prompt_logprobs
+from nxd_server.http.openai.logprobs import chat_logprob
 from nxd_server.http.openai.schemas import ChatBody
 from nxd_server.http.openai.tools import (
     ChoiceCalls,
@@ -49,7 +50,6 @@ from nxd_server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
-    from nxd_server.engine.sampling_params import SamplingParams
     from nxd_server.text.grammars import CompiledGrammar
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -257,7 +257,7 @@ async def _grammar(
         return await compiled_grammar(request, params.replace(structured_outputs=form))
     except RequestError:
         for part in (*([requested] if requested else []), *schemas_of(tools)):
-            await compiled_grammar(request, params.replace(structured_outputs=part))  # its error says where
+            await compiled_grammar(request, SamplingParams(structured_outputs=part))  # its error says where
         raise
 
 
@@ -364,7 +364,6 @@ class _ChatCompletion(Choices):
 
     def __init__(self, one: Conversation, body: ChatBody):
         super().__init__("chatcmpl", one.model, body, [one.prompt])
-        self._scored = body.prompt_logprobs
         self._tokenizer, self._top, self._parts = one.tokenizer, one.params.logprobs, one.parts
         self._logprobs: list[list[dict]] = [[] for _ in one.parts]
         """Of each choice of a whole answer."""
@@ -383,11 +382,8 @@ class _ChatCompletion(Choices):
         }
 
     def about_prompt(self) -> dict[str, Any]:
-        (prompt,) = self.prompts
-        found: dict[str, Any] = {"prompt_token_ids": prompt} if self.returns_ids else {}
-        if self._scored is not None:
-            found["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, self._scores[0], self._scored)
-        return found
+        found: dict[str, Any] = {"prompt_token_ids": self.prompts[0]} if self.returns_ids else {}
+        return {**found, "prompt_logprobs": self._scores[0]} if self._scores else found
 
     @property
     def reasoning_tokens(self) -> int | None:

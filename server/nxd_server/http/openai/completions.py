@@ -12,7 +12,7 @@ from starlette.requests import Request
 from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, max_new_tokens
 from nxd_server.http.error_responses import bad_request, unsupported
 from nxd_server.http.openai.generation import Choices, Generation, Given, check_choices, respond, with_limit
-from nxd_server.http.openai.logprobs import LegacyLogprobs, prompt_logprobs
+from nxd_server.http.openai.logprobs import LegacyLogprobs
 from nxd_server.http.openai.schemas import CompletionBody, token_lists
 from nxd_server.http.openai.tools import requested_form
 from nxd_server.http.request_context import (
@@ -94,8 +94,8 @@ async def prepared(request: Request, body: CompletionBody, route: str, most_toke
         request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens, last=last)
     )
     if body.max_tokens is None:
-        rooms = [max_new_tokens(None, len(ids), service.max_len) for ids in tokens]
-        each = [with_limit(params, min(room, most_tokens)) for room in rooms]
+        limit = functools.cache(functools.partial(with_limit, params))
+        each = [limit(min(most_tokens, max_new_tokens(None, len(ids), service.max_len))) for ids in tokens]
     else:
         max_new_tokens(body.max_tokens, max(map(len, tokens)), service.max_len)  # checks that it fits all
         each = [params] * len(tokens)
@@ -137,7 +137,7 @@ class _Answer(Choices):
 
     def __init__(self, one: Completion, body: CompletionBody):
         super().__init__("cmpl", one.model, body, one.prompts, one.n)
-        self._tokenizer, self._echoes, self._top = one.tokenizer, one.echoes, body.prompt_logprobs
+        self._tokenizer, self._echoes = one.tokenizer, one.echoes
         self._scored = body.echo and body.logprobs is not None
         top, skip, continues = body.logprobs, body.skip_special_tokens, one.continues and not self._scored
         self._logprobs = [
@@ -162,8 +162,8 @@ class _Answer(Choices):
             "logprobs": table.take() if table else None,
             "finish_reason": reason,
         }
-        if self._top is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt, self._scores[choice], self._top)
+        if self._scores:
+            answer["prompt_logprobs"] = self._scores[choice // self._n]
         return {**answer, "prompt_token_ids": prompt} if self.returns_ids else answer
 
     def opening(self) -> bytes:

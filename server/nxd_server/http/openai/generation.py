@@ -9,6 +9,7 @@ half an answer for a complete one.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import secrets
@@ -34,6 +35,7 @@ from nxd_server.errors import (
     not_finished,
 )
 from nxd_server.http.error_responses import ApiError, as_api_error, bad_request, clip, encode
+from nxd_server.http.openai.logprobs import prompt_logprobs
 from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.request_body import ClientLeft, client_left
 from nxd_server.http.request_context import context_of, request_id, seconds_left, whole_of
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from nxd_server.app.replica import Replica
     from nxd_server.engine import Engine
     from nxd_server.text.grammars import CompiledGrammar
+    from nxd_server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nxd_server.http")
 HEADERS = [
@@ -58,6 +61,7 @@ PADDED_TO = 64
 
 Given = PromptEvent | TokenEvent | FinishEvent
 """An event of a choice that has not failed."""
+MOST_SCORES = 2**18  # log-probabilities of prompts in an answer; JSON of more would stop everything else too long
 LOOK_SECONDS = 1.0
 """How often a request without a token looks whether its copy is stuck."""
 
@@ -111,8 +115,8 @@ class Generation:
         self._request_id = request_id(request)
         self._whole = whole_of(request)
         self._adapter = adapter
-        self._grammar = grammar
-        self._bell = context.bell
+        self._grammar, self._rules = grammar, None
+        self._bell, self.encoders = context.bell, context.encoders
         self._mailbox = Mailbox(context.bell)
         self._tickets: list[Any] = []
         self._replica: Replica | None = None
@@ -124,6 +128,9 @@ class Generation:
         self.completion_tokens = 0
         self._cached_tokens: dict[int, int] = {}
         """Of each prompt, in its first choice that has ended."""
+        top = params[0].prompt_logprobs
+        if top is not None and (scores := (top + 1) * self._n * sum(map(len, prompts))) > MOST_SCORES:
+            raise RequestError("prompt_logprobs", f"{scores} numbers in an answer, but at most {MOST_SCORES} may be")
 
     @property
     def usage(self) -> Usage:
@@ -137,7 +144,9 @@ class Generation:
         return self._whole.version
 
     async def __aenter__(self) -> Generation:
-        self._service.require_engine()
+        engine, params = self._service.require_engine(), self._params[0]
+        if params.allowed_token_ids or params.bad_words:  # once for all prompts
+            self._rules = await self.encoders.run(functools.partial(engine.rules_of, params))
         self._submit()
         self._watcher = asyncio.create_task(self._watch())
         return self
@@ -171,6 +180,7 @@ class Generation:
                         adapter=self._adapter,
                         whole=self._whole,
                         grammar=self._grammar,
+                        rules=self._rules,
                     )
                 )
         except BaseException:  # all or nothing
@@ -350,6 +360,7 @@ class Choices(Answer):
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
     """The field ``object`` of the whole answer, and that of a chunk."""
+    _tokenizer: Tokenizer
 
     def __init__(
         self, id_prefix: str, model: str, body: SamplingBody, prompts: Sequence[Sequence[int]], n: int | None = None
@@ -362,9 +373,9 @@ class Choices(Answer):
             "model": model,
         }
         self._head = b""
-        self.prompts, self._n, self._shown = prompts, n or body.n, body.n
-        self._scores: dict[int, list] = {}
-        """Of each choice's prompt, if they are asked for."""
+        self.prompts, self._n, self._shown, self._asked = prompts, n or body.n, body.n, body.prompt_logprobs
+        self._scores: dict[int, list[dict | None]] = {}
+        """Of each prompt, as its choices show them, if they are asked for."""
         self.returns_ids = body.return_token_ids
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
@@ -382,7 +393,7 @@ class Choices(Answer):
                     continue
                 choice, event = item
                 if isinstance(event, PromptEvent):
-                    self.prompt(choice, event)
+                    await generation.encoders.run(functools.partial(self.prompt, choice, event))
                     continue
                 texts[choice] += event.text
                 if isinstance(event, FinishEvent):
@@ -411,8 +422,10 @@ class Choices(Answer):
         return JSONResponse(answer)
 
     def prompt(self, choice: int, event: PromptEvent) -> None:
-        """Take the log-probabilities of a choice's prompt."""
-        self._scores[choice] = event.scores
+        """Take the log-probabilities of a choice's prompt; may take seconds."""
+        place = choice // self._n
+        if self._asked is not None and place not in self._scores:
+            self._scores[place] = prompt_logprobs(self._tokenizer, self.prompts[place], event.scores, self._asked)
 
     def about_prompt(self) -> dict[str, Any]:
         """Return the fields of a whole answer that are about its prompt."""

@@ -100,7 +100,7 @@ class SamplingBody(SamplerBody):
     stop_token_ids: Listed[int] = Field(default_factory=list, max_length=MOST_STOP_TOKENS)
     include_stop_str_in_output: bool = Field(False, description="The text has at its end what stopped it.")
     skip_special_tokens: bool = Field(True, description="False: the text shows special tokens.")
-    allowed_token_ids: Listed[int] = Field(default_factory=list, description="No other tokens are generated.")
+    allowed_token_ids: Listed[int] = Field(default_factory=list, max_length=65_536, description="No other tokens come.")
     bad_words: Listed[str] = Field(default_factory=list, description="Texts that are not generated.")
     prompt_logprobs: Annotated[Whole | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
         None, description="Log-probabilities of the prompt's tokens, and this many likeliest ones. Not in a stream."
