@@ -114,7 +114,7 @@ def run(url: str, api_key: str | None, every: float, once: bool) -> None:
                 now = look()
                 live.update(view(before, now, title), refresh=True)
                 before = now
-            except (ServerError, TimeoutError) as error:
+            except (ServerError, asyncio.TimeoutError) as error:
                 live.update(f"{title}: {error}", refresh=True)
             if once:
                 return

@@ -14,7 +14,7 @@ import logging
 import math
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class _Seen:
     outputs: list[str] = field(default_factory=list)
     structure: Any = None
     reassigned: list[str] = field(default_factory=list)
+    drew: bool = False
+    """Numbers of Python's or NumPy's generator."""
 
 
 class _Traced(nn.Module):
@@ -111,8 +113,9 @@ class _Traced(nn.Module):
         repeats = contextlib.nullcontext() if self.repeats is None else self.repeats.watched(step.module)
         with _swapped(self.module, seen) as changed, repeats:
             args, kwargs = _call_arguments(step, values)
-            with _nothing_drawn(type(self.module).__name__):
-                result = self.module(*args, **kwargs)
+            before = _drawn()
+            result = self.module(*args, **kwargs)
+            self.seen.drew = before != _drawn()
         self.seen.reassigned = [name for name in changed if name not in seen]
         stores = [
             (seen[name], value, f"the state {name!r} was assigned") for name, value in changed.items() if name in seen
@@ -186,30 +189,14 @@ class _Traced(nn.Module):
         return tuple(kept)
 
 
-@contextlib.contextmanager
-def _nothing_drawn(model: str) -> Iterator[None]:
-    """Raise TraceError if numbers were drawn from Python's or NumPy's generator, and it was not seeded here."""
+def _drawn() -> tuple[Any, ...]:
+    """Return what changes when numbers are drawn from Python's or NumPy's generator."""
+    return random.getstate(), repr(np.random.get_state())
 
-    def drawn() -> tuple[Any, ...]:
-        return random.getstate(), np.random.get_state(legacy=False)["state"]["pos"]
 
-    def noting(seed: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **more: seed(*args, **more) or seeded.append(seed)
-
-    seeded: list[Any] = []
-    before, seeds = drawn(), [(generator, generator.seed) for generator in (random, np.random)]
-    for generator, seed in seeds:
-        vars(generator)["seed"] = noting(seed)
-    try:
-        yield
-    finally:
-        for generator, seed in seeds:
-            vars(generator)["seed"] = seed
-    if drawn() != before and not seeded:
-        raise TraceError(
-            f"{model} draws random numbers from Python's or NumPy's generator, which every call of the graph would "
-            "repeat: take them as an input, or draw them by torch"
-        )
+def _shown(program: torch.export.ExportedProgram) -> tuple[str, str]:
+    """Return what two exports have in common if they compute the same."""
+    return program.graph_module.code, repr(program.constants)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -409,6 +396,11 @@ def _run_export(wrapper: _Traced, step: Step) -> torch.export.ExportedProgram:
     try:
         with torch.no_grad(), _no_stack_traces():
             program = torch.export.export(wrapper, args, strict=False)
+            if wrapper.seen.drew and _shown(program) != _shown(torch.export.export(wrapper, args, strict=False)):
+                raise TraceError(
+                    f"{type(step.module).__name__} computes with random numbers of Python's or NumPy's generator, "
+                    "which every call of the graph would repeat: take them as an input, or draw them by torch"
+                )
             _require_known_sizes(program, wrapper, args)
             if not any(node.target is torch.ops.higher_order.flat_apply for node in program.graph.nodes):
                 return program

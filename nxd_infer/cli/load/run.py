@@ -38,7 +38,7 @@ def run(target: str, options: LoadOptions) -> int:
             load = _Load(to, options, lambda: display.advance(task))
             try:
                 asyncio.run(asyncio.wait_for(load.main(), options.timeout))
-            except TimeoutError:
+            except asyncio.TimeoutError:
                 aside.print(
                     f"after {options.timeout:g} s (--timeout) {load.unfinished} requests had not ended", style="red"
                 )
@@ -96,9 +96,11 @@ class _Load:
                 task.cancel()
 
     async def _one(self, body: dict[str, Any], into: Stream, room: asyncio.Semaphore) -> None:
-        await self.to.stream(body, into)
-        room.release()
-        self.ended()
+        try:
+            await self.to.stream(body, into)
+        finally:
+            room.release()
+            self.ended()
 
     def _gap(self, rate: float) -> float:
         return self.random.expovariate(rate) if self.options.arrivals == "poisson" else 1 / rate

@@ -80,7 +80,7 @@ class Server:
                 body = await reader.read()
             finally:
                 writer.close()
-        except (OSError, asyncio.IncompleteReadError) as error:
+        except (OSError, EOFError, ValueError) as error:
             raise ServerError(f"{self._host}:{self._port} cannot be reached: {error}") from None
         if status != 200:
             raise ServerError(f"{path} answered {status}: {body[:500].decode(errors='replace')}")
@@ -108,7 +108,7 @@ class Server:
                     result.error = f"status {status}: {(await reader.read(500)).decode(errors='replace')}"
             finally:
                 writer.close()
-        except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+        except (OSError, EOFError, asyncio.LimitOverrunError, LookupError, TypeError, ValueError) as error:
             result.error = f"{type(error).__name__}: {error}"
         return result
 

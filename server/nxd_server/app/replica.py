@@ -109,6 +109,8 @@ class Replica:
         """Give this copy up."""
         self.failure = reason
         self._service.lost(self)
+        if self._service.failure is None:  # others go on: its ranks hold memory and cores, and may still be starting
+            self.close()
 
     def close(self) -> None:
         """End it; running requests fail. The ranks have exited when this returns."""

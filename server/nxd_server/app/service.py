@@ -396,7 +396,8 @@ class Service:
     def require_encoder(self) -> TextEncoder:
         """Return the encoder of texts to vectors. Raises RequestError if the artifact has no tokenizer."""
         self.require_tokenizer()
-        encoder = self.choose().encoder
+        # Of any copy, also while it takes no requests: answers that are ready are finished with it.
+        encoder = next((one.encoder for one in self.replicas if one.encoder is not None), None)
         if encoder is None:
             raise self._unavailable()
         return encoder

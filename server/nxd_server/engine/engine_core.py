@@ -94,7 +94,9 @@ class EngineStats:
             if isinstance(values[0], dict):
                 found = {key: sum(value.get(key, 0) for value in values) for value in values for key in value}
                 return {key: total / len(values) for key, total in found.items()} if name in MEANS else found
-            return values[0] if isinstance(values[0], str) else sum(values) / (len(values) if name in MEANS else 1)
+            if isinstance(values[0], str):
+                return values[0]
+            return sum(values) / len(values) if name in MEANS else sum(values)
 
         names = [one.name for one in fields(self)]
         return self if not others else EngineStats(**{name: joined(name) for name in names})

@@ -133,6 +133,11 @@ class LoraBody(Body):
 
     lora_name: str
     lora_path: str | None = Field(None, description="Of one that is loaded.")
+    model: str | None = Field(None, description="Whose adapter it will be, where the server has several models.")
+
+    @property
+    def asks_for(self) -> str | None:
+        return self.model or (self.lora_name if self.lora_path is None else None)
 
 
 async def lora(request: Request, body: LoraBody) -> Response:

@@ -49,7 +49,6 @@ def create_app(served: Models, settings: ServerSettings) -> FastAPI:
         docs_url=None,  # FastAPI's page would load scripts from another site
         redoc_url=None,
         redirect_slashes=False,
-        root_path=settings.root_path or "",
         separate_input_output_schemas=False,
     )
     context = app.state.context = Context(served, settings)
@@ -110,7 +109,9 @@ def create_app(served: Models, settings: ServerSettings) -> FastAPI:
     _get(app, "/metrics", health.metrics, "text/plain")
     if settings.page:
         add_page(app)
-    app.openapi = functools.cache(functools.partial(document, app, app.state.bodies, keyless=not context.keys.closed))
+    app.openapi = functools.cache(
+        functools.partial(document, app, app.state.bodies, keyless=not context.keys.closed, root=settings.root_path)
+    )
     return app
 
 

@@ -49,7 +49,7 @@ class Certificate:
             read_text(file, name)
         try:
             context.load_cert_chain(chain, key, lambda: self._password or "")  # without one it would ask the terminal
-        except (ssl.SSLError, ValueError) as error:
+        except (OSError, ValueError) as error:  # the former is also of a file that is gone
             raise SettingsError(
                 f"ssl_certfile {str(chain)!r} and ssl_keyfile {str(key)!r} are no PEM files of a certificate and its "
                 f"key, or ssl_keyfile_password is not the key's: {getattr(error, 'reason', None) or error}"

@@ -54,13 +54,18 @@ class Keys:
                 account.allow(key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
         self._keys = keys
 
+    @property
+    def guard_metrics(self) -> bool:
+        """Whether ``/metrics`` needs a key."""
+        return any("metrics" in key.scopes for key in self._keys)
+
     def check(self, scope: Scope) -> Account:
         """Return whose request it is. Raises :class:`ApiError` 401 for a route that needs a key without a valid one,
         403 for a key that is for something else."""
         path = scope["path"]
         needed = "metrics" if path == METRICS else "use"
         closed = self.closed and path not in OPEN_PATHS and not (path in PAGE and scope["method"] in ("GET", "HEAD"))
-        if not closed and not (path == METRICS and any(needed in key.scopes for key in self._keys)):
+        if not closed and not (path == METRICS and self.guard_metrics):
             return ANONYMOUS
         key = self._sent(scope, "API")
         if key is None:

@@ -124,9 +124,10 @@ def about(answer: str, events: str = "", body: str = "", only_admin: bool = Fals
     return {EXTRA: [answer, events, body, only_admin]}
 
 
-def document(app: FastAPI, bodies: Sequence[type[Body]], keyless: bool) -> dict[str, Any]:
-    """Return the document of all routes; ``keyless``: the server has no keys."""
-    found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+def document(app: FastAPI, bodies: Sequence[type[Body]], keyless: bool, root: str | None) -> dict[str, Any]:
+    """Return the document of all routes; ``keyless``: the server has no keys; ``root``: what its paths begin with."""
+    servers: list[dict[str, Any]] | None = [{"url": root}] if root else None
+    found = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=servers)
     schemas: dict[str, Any] = {}
     for line in SHAPES.strip().replace("\n ", " ").splitlines():
         name, *fields = line.split()

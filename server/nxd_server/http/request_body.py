@@ -249,6 +249,11 @@ class Body(BaseModel):
         """Unknown fields that ask for nothing."""
         return self._ignored
 
+    @property
+    def asks_for(self) -> str | None:
+        """The model, or the adapter, that is to answer."""
+        return getattr(self, "model", None)
+
     @classmethod
     def parse(cls: type[BodyT], data: dict[str, Any]) -> BodyT:
         """Return ``data`` as this body.

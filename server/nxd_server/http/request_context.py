@@ -80,7 +80,7 @@ class Context:
         """The one that a request is for, once its body is known: see :func:`choose_model`."""
         self.connections = Connections(settings)
         self.keys = Keys(settings)
-        self.metrics = Metrics(models.services, self.connections, self.keys.accounts)
+        self.metrics = Metrics(models.services, self.connections, self.keys)
         self.origins = Origins(settings, keyless=not self.keys.closed)
         self.encoders, self.tensors, self.grammars = (
             ConcurrencyLimit(what, width, settings.max_queued_requests)
@@ -164,7 +164,7 @@ async def answered(
 ) -> Any:
     """Return what ``handler`` answers to ``data``, parsed by ``kind``, with the model that it names."""
     body = kind.parse(data)
-    choose_model(request, getattr(body, "model", None))
+    choose_model(request, body.asks_for)
     whole_of(request).priority = getattr(body, "priority", 0)
     request.scope[IGNORED] = body.ignored
     return await handler(request, body)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from nxd_infer.util.version import VERSION
 from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent
 from nxd_server.engine.sampling_params import MAX_STOP_STRINGS
-from nxd_server.http.error_responses import ApiError, bad_request, clip, encode
+from nxd_server.http.error_responses import ApiError, bad_request, clip, encode, unsupported
 from nxd_server.http.openai.completions import Completion, prepared
 from nxd_server.http.openai.generation import Answer, Generation, Given, respond
 from nxd_server.http.openai.logprobs import finite
@@ -58,8 +58,13 @@ class TgiBody(Body):
     """``POST /``, ``/generate`` and ``/generate_stream``."""
 
     inputs: str
+    model: str | None = Field(None, description="Where the server has several.")
     parameters: dict[str, Any] = Field(default_factory=dict)
     stream: bool = False
+
+    @property
+    def asks_for(self) -> str | None:
+        return self.model or Parameters.parse(self.parameters).adapter_id
 
 
 async def generate(request: Request, body: TgiBody) -> Response:
@@ -68,14 +73,17 @@ async def generate(request: Request, body: TgiBody) -> Response:
     request.scope[FIELDS] |= {name: f"parameters.{own}" for name, own in OTHERS.items()}
     given, path = Parameters.parse(body.parameters), request.scope["path"]
     stream = body.stream or path == "/generate_stream"
+    if stream and given.decoder_input_details:
+        raise unsupported("parameters.decoder_input_details", "in a stream")
     sampled = given.do_sample or any(getattr(given, name) is not None for name in ("temperature", "top_k", "top_p"))
     fields: dict[str, Any] = {
         **({} if sampled else {"temperature": 0}),
         **{name: value for name in SAME if (value := getattr(given, name)) is not None},
         **{name: getattr(given, own) for name, own in OTHERS.items()},
         "prompt": body.inputs,
+        "model": given.adapter_id or body.model,
         "include_stop_str_in_output": True,
-        "prompt_logprobs": 0 if given.decoder_input_details and not stream else None,
+        "prompt_logprobs": 0 if given.decoder_input_details else None,
         "structured_outputs": None if given.grammar is None else _form(given.grammar),
     }
     one = await prepared(request, CompletionBody.parse(fields), path, DEFAULT_MAX_TOKENS)

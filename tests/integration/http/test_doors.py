@@ -94,7 +94,8 @@ def test_a_root_path_slashes_at_the_end_and_a_trusted_proxy():
             assert server.post(path, HELLO, headers=key).status_code == 200, path
         assert server.get("/llm/livez/").status_code == server.get("/docs").status_code == 200
         is_error(server.get("/llm/v1/models"), 401)
-        is_error(server.get("/llms/v1/models", headers=key), 404)
+        for other in ("/llms/v1/models", "/llm/llm/v1/models", "/llm/llm/metrics"):
+            is_error(server.get(other, headers=key), 404)
         assert server.get("/openapi.json", headers=key).json()["servers"] == [{"url": "/llm"}]
         wait_for(lambda: "8.8.8.8" in server.log)
 

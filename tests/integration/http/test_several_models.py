@@ -43,6 +43,9 @@ def test_each_request_is_answered_by_the_model_that_it_names(server):
     for path in ("/v1/embeddings", "/invocations"):
         answer = server.post(path, {"model": "vectors", "input": ["a", "b"]}).json()
         assert len(answer["data"]) == 2 and answer["model"] == "vectors"
+    generated = server.post("/generate", {"inputs": PROMPTS[0], "model": "gpt", "parameters": {"max_new_tokens": 4}})
+    assert generated.json()["generated_text"] == texts[PROMPTS[0]]
+    is_error(server.post("/v1/unload_lora_adapter", {"lora_name": "none"}), 403)
     assert len(server.post("/tokenize", {"model": "vectors", "prompt": "a"}).json()["tokens"]) == 3
     assert {bucket["model"] for bucket in server.get("/v1/buckets").json()["data"]} == {"chat", "vectors"}
     assert server.get("/readyz").status_code == 200

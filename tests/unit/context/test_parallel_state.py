@@ -58,7 +58,7 @@ def test_the_references_keywords_at_their_neutral_values():
     neutral = {"context_parallel_size": 1, "expert_model_parallel_size": 1, "skip_collective_init": True, "lnc_size": 1}
     ps.initialize_model_parallel(1, 1, **neutral)
     assert ps.get_context_model_parallel_group(as_list=True) == [[0]]
-    assert ps.get_context_model_parallel_group is ps.get_context_parallel_group
+    assert ps.get_context_parallel_group(as_list=True) == [[0]]
     ps.destroy_model_parallel()
     assert ps.initialize_model_parallel(mesh_only=True, **neutral).tp_groups == [[0]]
     with pytest.raises(ParallelConfigError, match="lnc_size=2 is not supported yet"):

@@ -23,13 +23,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from nxd_infer.errors import NxdError
 from nxd_server.engine.request import ErrorEvent, Event, FinishEvent, OnEvent, PromptEvent, TokenEvent, Usage
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import (
     DEADLINE_GRACE,
     EngineFailedError,
     EngineUnavailableError,
-    QueueFullError,
     RequestError,
     ended_early,
     not_finished,
@@ -205,8 +205,9 @@ class Generation:
         self._start_over()
         try:
             self._submit([lost])
-        except (EngineUnavailableError, QueueFullError):
+        except NxdError:  # it stays where it is, also if its adapter is gone elsewhere
             self._mailbox, self._tickets, self._whole = before
+            self._replica = lost
             self._request.scope[WHOLE] = self._whole
             return False
         self._moved = self._moved or ran

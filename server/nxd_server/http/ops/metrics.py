@@ -21,6 +21,7 @@ from nxd_server.engine.request import ErrorEvent, FinishEvent
 if TYPE_CHECKING:
     from nxd_server.accounts import Account
     from nxd_server.app.service import Service
+    from nxd_server.http.keys import Keys
     from nxd_server.http.protocol import Connections
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -82,7 +83,7 @@ class ModelMetrics:
 class Metrics(Collector):
     """All metrics: those of the server's requests and connections, and those of each model."""
 
-    def __init__(self, services: Sequence[Service], connections: Connections, accounts: Mapping[str, Account]):
+    def __init__(self, services: Sequence[Service], connections: Connections, keys: Keys):
         self.models = {service: ModelMetrics(service) for service in services}
         registry = self._registry = CollectorRegistry(auto_describe=False)
         self._http = Counter(
@@ -98,7 +99,7 @@ class Metrics(Collector):
             buckets=SECONDS,
             registry=registry,
         )
-        registry.register(_Doors(services[0].created, connections, accounts))
+        registry.register(_Doors(services[0].created, connections, keys))
 
     def http(self, method: str, route: str, status: int, seconds: float) -> None:
         known = method if method in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH") else "other"
@@ -130,8 +131,8 @@ class Metrics(Collector):
 class _Doors(Collector):
     """What the connections and the keys count, read at scrape time."""
 
-    def __init__(self, created: float, connections: Connections, accounts: Mapping[str, Account]):
-        self._created, self._connections, self._accounts = created, connections, accounts
+    def __init__(self, created: float, connections: Connections, keys: Keys):
+        self._created, self._connections, self._keys = created, connections, keys
 
     def collect(self) -> Iterator[Metric]:
         connections = self._connections
@@ -139,7 +140,8 @@ class _Doors(Collector):
         yield GaugeMetricFamily("nxd_connections", "Open connections.", len(connections))
         yield GaugeMetricFamily("nxd_connections_most", "Limit of open connections.", connections.most)
         yield _by_label("nxd_connections_ended", "Connections ended by the server.", "reason", connections.ended)
-        yield from _by_key(self._accounts.values())
+        if self._keys.guard_metrics:  # names of people, and what each of them does
+            yield from _by_key(self._keys.accounts.values())
 
 
 class _Model(Collector):
