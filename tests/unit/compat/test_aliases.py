@@ -57,9 +57,8 @@ def test_a_module_that_is_absent_is_named_under_both_names():
     ("text", "said"),
     [
         ("import neuronx_distributed.parallel_layer.layers", "did you mean parallel_layers?"),
-        ("import torch_xla.core.xla_modle", "did you mean xla_model?"),
         ("from neuronx_distributed.parallel_layers.layers import RowParallelLiner", "did you mean RowParallelLinear?"),
-        ("import torch_xla.core.xla_model as xm; xm.mark_stpe()", "did you mean mark_step?"),
+        ("import neuronx_distributed as nxd; nxd.utils.utils.hardwar", "did you mean hardware?"),
     ],
 )
 def test_a_misspelt_name_gets_the_right_one(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
