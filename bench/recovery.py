@@ -13,7 +13,7 @@ from bench.client import Stream, stream
 from bench.model import prompts
 from bench.process_groups import tree
 from bench.server import Server
-from nxd_infer.cli.demo.run import ready
+from nxd_infer.cli.load.served import ready
 
 STREAMS, PROMPT = 4, 64
 DOWN_SECONDS, AGAIN_SECONDS = 300.0, 300.0

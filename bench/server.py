@@ -18,7 +18,7 @@ from bench.peers.known import field_of, ours
 from bench.process_groups import ROOT, Group, environment, memory_of
 from bench.stats import Verdict, interleaved, ratios, summary
 from bench.stream import read_bandwidth
-from nxd_infer.cli.demo.run import ready
+from nxd_infer.cli.load.served import ready
 from nxd_infer.util.options import defaults
 from nxd_infer.util.ports import free_port
 from nxd_server.settings import ServerSettings

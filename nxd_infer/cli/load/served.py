@@ -30,7 +30,7 @@ def server(artifact: Path, port: int, log: Path) -> Iterator[ChildProcess]:
 def wait_ready(process: ChildProcess, port: int, log: Path, timeout: float = READY_TIMEOUT) -> float:
     """Return the seconds until the server is ready. Raises ServerError with the end of its log on timeout."""
     start = time.monotonic()
-    while not _ready(port):
+    while not ready(port):
         if not process.running or time.monotonic() - start > timeout:
             state = "ended" if not process.running else f"is not ready after {timeout:.0f} s"
             raise ServerError(f"the server {state}; the end of its log:\n{end_of_log(log)}")
@@ -38,7 +38,7 @@ def wait_ready(process: ChildProcess, port: int, log: Path, timeout: float = REA
     return time.monotonic() - start
 
 
-def _ready(port: int) -> bool:
+def ready(port: int) -> bool:
     """Return whether ``/readyz`` answers 200 now."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:

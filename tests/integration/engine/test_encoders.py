@@ -63,7 +63,7 @@ CASES = {
     "labels for themselves": (
         3, {"problem_type": "multi_label_classification"}, "sigmoid", {}, {"activation_fn": torch.nn.Sigmoid()}
     ),
-    "regression": (1, {"problem_type": "regression"}, "none", {}, {"activation_fn": torch.nn.Identity()}),
+    "regression": (1, {"problem_type": "regression"}, "regression", {}, {"activation_fn": torch.nn.Identity()}),
     "a named activation": (3, IDENTITY, "none", {"function_to_apply": "none"}, {}),  # transformers does not read it
 }  # fmt: skip
 

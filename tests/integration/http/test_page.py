@@ -51,7 +51,7 @@ def test_nothing_comes_from_outside_or_stands_within():
 
 def test_a_server_without_the_page():
     with toy_server(page=False) as server:
-        is_error(server.get("/"), 404)
+        is_error(server.get("/"), 405)  # what TGI's clients post to
         is_error(server.get("/page/main.js"), 404)
 
 

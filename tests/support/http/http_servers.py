@@ -83,6 +83,11 @@ class ServerProcess:
     def get(self, path: str, **more: Any) -> httpx.Response:
         return self._client.get(self.url + path, **more)
 
+    @property
+    def headers(self) -> httpx.Headers:
+        """Sent with each request."""
+        return self._client.headers
+
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         if body is not None:
             more["json"] = body

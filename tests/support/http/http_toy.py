@@ -98,7 +98,10 @@ class ToyService(Service):
             return
         self._failing = what == "always"
         if what == "once":
-            file.unlink()
+            try:
+                file.unlink()
+            except FileNotFoundError:  # another copy was first
+                return
         if what == "once, then hang":
             file.write_text("hang")
         if what == "value":
