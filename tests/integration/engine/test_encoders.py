@@ -81,15 +81,16 @@ def test_scores_equal_those_of_both_libraries(classifiers, tmp_path, monkeypatch
         (model_dir / "config.json").write_text(json.dumps(config))
         monkeypatch.setattr(llm.encoder, "scores", parse_config(config).scores)
     assert llm.encoder.scores == scores
+    raw = scores in ("none", "regression")
     pipeline = transformers.pipeline("text-classification", model=str(model_dir), device="cpu", top_k=None)
     for verdict, theirs in zip(llm.classify(TEXTS), pipeline(TEXTS, **own), strict=True):
         assert verdict.label == theirs[0]["label"]
-        found = verdict.logits if scores == "none" else verdict.probabilities
-        assert bool(verdict.probabilities) == (scores != "none")
+        found = verdict.logits if raw else verdict.probabilities
+        assert bool(verdict.probabilities) != raw
         assert sorted(found, reverse=True) == pytest.approx([item["score"] for item in theirs], abs=1e-5)
     theirs = CrossEncoder(str(model_dir), device="cpu").predict(PAIRS, **asked)
     for verdict, row in zip(llm.classify(PAIRS), torch.tensor(theirs).reshape(len(PAIRS), -1), strict=True):
-        found = verdict.logits if scores == "none" else verdict.probabilities
+        found = verdict.logits if raw else verdict.probabilities
         torch.testing.assert_close(torch.tensor(found), row, atol=1e-5, rtol=1e-5)
 
 
