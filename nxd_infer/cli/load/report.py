@@ -14,6 +14,7 @@ from nxd_infer.cli.console import aside, console, table
 from nxd_infer.cli.load.options import LoadOptions
 from nxd_infer.cli.load.streams import Stream
 from nxd_infer.errors import NxdError
+from nxd_infer.layout.files.atomic import replacing
 
 SHARES = (50, 90, 99)
 MEASURES = {
@@ -71,7 +72,8 @@ def show(target: str, found: dict[str, Any], streams: Sequence[Stream], options:
     if options.json is not None:
         each = [{**asdict(stream), **(times(stream) if stream.times else {})} for stream in streams]
         settings = {name: value for name, value in asdict(options).items() if name not in ("api_key", "json", "plot")}
-        options.json.write_text(json.dumps({"target": target, "options": settings, **found, "streams": each}))
+        with replacing(options.json) as file:
+            file.write_text(json.dumps({"target": target, "options": settings, **found, "streams": each}))
         console.print(f"wrote {options.json}", markup=False)
     if options.plot is not None:
         draw(options.plot, target, streams)

@@ -42,6 +42,8 @@ def run(target: str, options: LoadOptions) -> int:
                 aside.print(
                     f"after {options.timeout:g} s (--timeout) {load.unfinished} requests had not ended", style="red"
                 )
+    if not load.streams:
+        raise ServerError(f"no request was sent within {options.timeout:g} s: raise --timeout")
     figures = report.figures(load.streams, load.seconds, options)
     report.show(target, figures, load.streams, options)
     return int(figures["failed"] > 0)
