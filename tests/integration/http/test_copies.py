@@ -117,13 +117,15 @@ def test_streams_that_have_begun_end_with_an_error_and_those_that_wait_move(tmp_
     slow = {"toy": {"delay": 0.1}, "arguments": ("--fail-file", str(fails)), "max_queued_requests": 400}
     with toy_server(**slow, replicas=2) as server, ThreadPoolExecutor(12) as pool:
         wait_for(lambda: all(copy["status"] == "ready" for copy in copies(server, "toy")))
-        fails.write_text("hold")
+        fails.write_text("hold")  # a step that has begun takes nobody in, so only one may run yet
         prompts = [chr(97 + number) for number in range(12)]
-        bodies = [{**body_of(prompt), "max_tokens": 40, "stream": True} for prompt in prompts]
+        bodies = [{**body_of(prompt), "max_tokens": 60, "stream": True} for prompt in prompts]
         answers = [pool.submit(server.post, COMPLETIONS, body) for body in bodies]
-        wait_for(lambda: [copy["running"] for copy in copies(server, "toy")] == [4, 4] and server.inside == 12)
+        wait_for(lambda: server.inside == 12, message="all are in")
         fails.unlink()
-        wait_for(lambda: server.metric("nxd_generation_tokens_total") > 8)
+        wait_for(lambda: server.metric("nxd_generation_tokens_total") > 24, message="each slot has a token")
+        fails.write_text("hold")
+        assert [copy["running"] for copy in copies(server, "toy")] == [4, 4] and server.inside == 12
         fails.write_text("once")
         responses = [answer.result(120) for answer in answers]
         cut = [response for response in responses if "[DONE]" not in response.text]
@@ -133,7 +135,7 @@ def test_streams_that_have_begun_end_with_an_error_and_those_that_wait_move(tmp_
             if response in cut:
                 assert last["error"]["code"] == "engine_failed", last
                 continue
-            tokens = naive_generate(tokenizer.encode(prompt), max_tokens=40, ignore_eos=True)
+            tokens = naive_generate(tokenizer.encode(prompt), max_tokens=60, ignore_eos=True)
             assert "".join(event["choices"][0]["text"] for event in events) == tokenizer.decode(tokens)
 
 
