@@ -52,38 +52,15 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
 
-_TRAINER = (
-    "initialize_parallel_model",
-    "initialize_parallel_optimizer",
-    "load_checkpoint",
-    "neuronx_distributed_config",
-    "save_checkpoint",
-)
-"""Functions of ``nxd_infer.trainer`` that this package re-exports."""
-
 __all__ = [
-    "__version__",
-    "artifact",
-    "backends",
-    "checkpoint",
-    "distributed",
-    "errors",
-    "initialize_parallel_model",
-    "initialize_parallel_optimizer",
-    "layout",
-    "load_checkpoint",
-    "modules",
-    "neuronx_distributed_config",
-    "optimizer",
-    "parallel_layers",
-    "parallel_state",
-    "pipeline",
-    "runtime",
-    "save_checkpoint",
-    "testing",
-    "trace",
-    "trainer",
-]
+    "__version__", "artifact", "backends", "checkpoint", "distributed", "errors", "initialize_parallel_model",
+    "initialize_parallel_optimizer", "layout", "load_checkpoint", "modules", "neuronx_distributed_config", "optimizer",
+    "parallel_layers", "parallel_state", "pipeline", "runtime", "save_checkpoint", "testing", "trace", "trainer",
+]  # fmt: skip
 
-_MODULES = {*__all__, "lightning"} - {"__version__", *_TRAINER}  # not in a `*` import: it needs a package of its own
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(_TRAINER, ".trainer"), _MODULES)
+_TRAINER = (
+    "initialize_parallel_model initialize_parallel_optimizer load_checkpoint neuronx_distributed_config save_checkpoint"
+)
+# Without lightning in a `*` import: it needs a package of its own.
+_MODULES = {*__all__, "lightning"} - {"__version__", *_TRAINER.split()}
+__getattr__, __dir__ = lazy_names(__name__, {".trainer": _TRAINER}, _MODULES)

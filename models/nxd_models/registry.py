@@ -41,16 +41,8 @@ if TYPE_CHECKING:
     from nxd_infer.layout import WeightSource
 
 __all__ = [
-    "TASKS",
-    "build",
-    "find",
-    "load_config",
-    "load_model",
-    "model_types",
-    "parse_config",
-    "register",
-    "weights",
-]
+    "TASKS", "build", "find", "load_config", "load_model", "model_types", "parse_config", "register", "weights",
+]  # fmt: skip
 
 GROUP = "nxd_infer.models"
 BUILT_IN = {

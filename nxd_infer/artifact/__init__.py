@@ -6,14 +6,6 @@ from typing import TYPE_CHECKING
 
 from nxd_infer.util.lazy import lazy_names
 
-_NAMES = {
-    "ArtifactWriter": ".writer",
-    "LoadedArtifact": ".reader",
-    "Manifest": ".manifest",
-    "artifact_digest": ".reader",
-    "read_artifact": ".reader",
-}
-
 __all__ = ["ArtifactWriter", "LoadedArtifact", "Manifest", "artifact_digest", "read_artifact"]
 
 if TYPE_CHECKING:
@@ -21,4 +13,11 @@ if TYPE_CHECKING:
     from nxd_infer.artifact.reader import LoadedArtifact, artifact_digest, read_artifact
     from nxd_infer.artifact.writer import ArtifactWriter
 
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".manifest": "Manifest",
+        ".reader": "LoadedArtifact artifact_digest read_artifact",
+        ".writer": "ArtifactWriter",
+    },
+)

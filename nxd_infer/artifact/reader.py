@@ -37,10 +37,8 @@ from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactVersio
 from nxd_infer.util.reading import parse_json
 
 __all__ = [
-    "LoadedArtifact",
-    "artifact_digest",
-    "read_artifact",
-]
+    "LoadedArtifact", "artifact_digest", "read_artifact",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 

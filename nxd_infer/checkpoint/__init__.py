@@ -28,26 +28,17 @@ if TYPE_CHECKING:
     from nxd_infer.checkpoint.export import consolidate_checkpoint, export_hugging_face
     from nxd_infer.checkpoint.reshard import reshard_checkpoint
 
-_NAMES = {
-    "compare_checkpoints": ".compare",
-    "consolidate_checkpoint": ".export",
-    "export_hugging_face": ".export",
-    "has_checkpoint": ".api",
-    "load_checkpoint": ".api",
-    "reshard_checkpoint": ".reshard",
-    "save_checkpoint": ".api",
-    "wait_for_save": ".api",
-}
-
 __all__ = [
-    "compare_checkpoints",
-    "consolidate_checkpoint",
-    "export_hugging_face",
-    "has_checkpoint",
-    "load_checkpoint",
-    "reshard_checkpoint",
-    "save_checkpoint",
-    "wait_for_save",
-]
+    "compare_checkpoints", "consolidate_checkpoint", "export_hugging_face", "has_checkpoint", "load_checkpoint",
+    "reshard_checkpoint", "save_checkpoint", "wait_for_save",
+]  # fmt: skip
 
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".api": "has_checkpoint load_checkpoint save_checkpoint wait_for_save",
+        ".compare": "compare_checkpoints",
+        ".export": "consolidate_checkpoint export_hugging_face",
+        ".reshard": "reshard_checkpoint",
+    },
+)

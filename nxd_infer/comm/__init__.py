@@ -25,23 +25,15 @@ if TYPE_CHECKING:
     from nxd_infer.comm.protocol import Collectives, collectives_of, register_collectives, unregister_collectives
 
 __all__ = [
-    "Collectives",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "axis_rank",
-    "barrier",
-    "broadcast",
-    "collectives_of",
-    "reduce_scatter",
-    "register_collectives",
-    "shard",
-    "unregister_collectives",
-]
-
-_PROTOCOL = {"Collectives", "collectives_of", "register_collectives", "unregister_collectives"}
+    "Collectives", "all_gather", "all_reduce", "all_to_all", "axis_rank", "barrier", "broadcast", "collectives_of",
+    "reduce_scatter", "register_collectives", "shard", "unregister_collectives",
+]  # fmt: skip
 
 # On first use: who starts ranks and watches them needs this package's shared memory, and no torch.
 __getattr__, __dir__ = lazy_names(
-    __name__, {name: ".protocol" if name in _PROTOCOL else ".functional" for name in __all__}
+    __name__,
+    {
+        ".functional": "all_gather all_reduce all_to_all axis_rank barrier broadcast reduce_scatter shard",
+        ".protocol": "Collectives collectives_of register_collectives unregister_collectives",
+    },
 )

@@ -19,30 +19,20 @@ if TYPE_CHECKING:
     from nxd_infer.distributed.parallelizer import Parallelizer, ParallelizersManager, parameter_mapping
     from nxd_infer.distributed.plan_registry import plan_for, register_plan
 
-_OWNERS = {
-    "ModelPlan": ".model_plan",
-    "Parallelizer": ".parallelizer",
-    "ParallelizersManager": ".parallelizer",
-    "apply_plan": ".apply",
-    "get_peft_model": ".adapters",
-    "lazy_load_for_parallelism": ".lazy",
-    "make_optimizer_constructor_lazy": ".optimizers",
-    "parameter_mapping": ".parallelizer",
-    "plan_for": ".plan_registry",
-    "register_plan": ".plan_registry",
-}
-
 __all__ = [
-    "ModelPlan",
-    "Parallelizer",
-    "ParallelizersManager",
-    "apply_plan",
-    "get_peft_model",
-    "lazy_load_for_parallelism",
-    "make_optimizer_constructor_lazy",
-    "parameter_mapping",
-    "plan_for",
-    "register_plan",
-]
+    "ModelPlan", "Parallelizer", "ParallelizersManager", "apply_plan", "get_peft_model", "lazy_load_for_parallelism",
+    "make_optimizer_constructor_lazy", "parameter_mapping", "plan_for", "register_plan",
+]  # fmt: skip
 
-__getattr__, __dir__ = lazy_names(__name__, _OWNERS)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".adapters": "get_peft_model",
+        ".apply": "apply_plan",
+        ".lazy": "lazy_load_for_parallelism",
+        ".model_plan": "ModelPlan",
+        ".optimizers": "make_optimizer_constructor_lazy",
+        ".parallelizer": "Parallelizer ParallelizersManager parameter_mapping",
+        ".plan_registry": "plan_for register_plan",
+    },
+)

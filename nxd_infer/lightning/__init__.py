@@ -42,10 +42,6 @@ from nxd_infer.lightning.outputs import (
 from nxd_infer.lightning.strategy import NeuronXLAStrategy
 
 __all__ = [
-    "NeuronHooksCallback",
-    "NeuronLTModule",
-    "NeuronTQDMProgressBar",
-    "NeuronTensorBoardLogger",
-    "NeuronXLAPrecisionPlugin",
-    "NeuronXLAStrategy",
-]
+    "NeuronHooksCallback", "NeuronLTModule", "NeuronTQDMProgressBar", "NeuronTensorBoardLogger",
+    "NeuronXLAPrecisionPlugin", "NeuronXLAStrategy",
+]  # fmt: skip

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from nxd_infer.util.lazy import lazy_names
 
-_NAMES = {"GQAQKVColumnParallelLinear": ".qkv_linear"}
 _MODULES = ("lora", "moe", "qkv_linear", "wrapper")
 
 if TYPE_CHECKING:
@@ -15,4 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["GQAQKVColumnParallelLinear", "lora"]
 
-__getattr__, __dir__ = lazy_names(__name__, _NAMES, _MODULES)
+__getattr__, __dir__ = lazy_names(__name__, {".qkv_linear": "GQAQKVColumnParallelLinear"}, _MODULES)

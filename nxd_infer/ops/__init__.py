@@ -30,18 +30,7 @@ HOST: frozenset[Any] = frozenset(
 to the bit (64-bit integers and floats), which devices for matrices do not have."""
 
 __all__ = [
-    "COMPOSITE",
-    "FAKES",
-    "HOST",
-    "adjust_logits",
-    "cache_attention",
-    "expert_linear",
-    "masked_cache_attention",
-    "packed_embedding",
-    "packed_experts",
-    "packed_linears",
-    "remember_last",
-    "remember_tokens",
-    "sample_adjusted",
+    "COMPOSITE", "FAKES", "HOST", "adjust_logits", "cache_attention", "expert_linear", "masked_cache_attention",
+    "packed_embedding", "packed_experts", "packed_linears", "remember_last", "remember_tokens", "sample_adjusted",
     "step_rows",
-]
+]  # fmt: skip

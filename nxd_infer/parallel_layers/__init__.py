@@ -24,22 +24,10 @@ from nxd_infer.parallel_layers.mappings import (
 from nxd_infer.parallel_state import initialize_model_parallel
 
 __all__ = [
-    "ColumnParallelLinear",
-    "InputChannelParallelConv2d",
-    "OutputChannelParallelConv2d",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-    "SPMDRank",
-    "clip_grad_norm",
-    "copy_to_tensor_model_parallel_region",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "initialize_model_parallel",
-    "load",
-    "parallel_cross_entropy",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "save",
-    "scatter_to_sequence_parallel_region",
+    "ColumnParallelLinear", "InputChannelParallelConv2d", "OutputChannelParallelConv2d", "ParallelEmbedding",
+    "RowParallelLinear", "SPMDRank", "clip_grad_norm", "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region", "gather_from_tensor_model_parallel_region", "initialize_model_parallel",
+    "load", "parallel_cross_entropy", "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region", "save", "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
-]
+]  # fmt: skip

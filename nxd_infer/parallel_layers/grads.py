@@ -26,13 +26,9 @@ from nxd_infer.util.also_called import also_called
 from nxd_infer.util.devices import HOST, transport_device
 
 __all__ = [
-    "allreduce_sequence_parallel_gradients",
-    "bucket_allreduce_gradients",
-    "clip_grad_norm",
-    "counted_spans",
-    "get_grad_norm",
-    "param_is_not_shared",
-]
+    "allreduce_sequence_parallel_gradients", "bucket_allreduce_gradients", "clip_grad_norm", "counted_spans",
+    "get_grad_norm", "param_is_not_shared",
+]  # fmt: skip
 
 Spans = tuple[tuple[int, int], ...]
 """Ranges of the elements of a flattened tensor."""

@@ -18,16 +18,9 @@ from nxd_infer.parallel_layers.mappings import axis_of
 from nxd_infer.parallel_layers.utils import divide
 
 __all__ = [
-    "BaseParallelLayer",
-    "BaseParallelLinear",
-    "ColumnParallelLinear",
-    "InputChannelParallelConv2d",
-    "OutputChannelParallelConv2d",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-    "SPMDRank",
-    "create_local_weight",
-]
+    "BaseParallelLayer", "BaseParallelLinear", "ColumnParallelLinear", "InputChannelParallelConv2d",
+    "OutputChannelParallelConv2d", "ParallelEmbedding", "RowParallelLinear", "SPMDRank", "create_local_weight",
+]  # fmt: skip
 
 
 def create_local_weight(

@@ -39,21 +39,13 @@ from nxd_infer.errors import ParallelConfigError
 from nxd_infer.parallel_layers.utils import indices_split_along_dim
 
 __all__ = [
-    "all_to_all",
-    "copy_to_tensor_model_parallel_region",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "gather_from_tensor_model_parallel_region_with_dim",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "reduce_scatter_to_tensor_model_parallel_region_with_dim",
-    "scatter_input_channels_to_tensor_model_parallel_region",
-    "scatter_to_process_group_spmd",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-    "scatter_to_tensor_model_parallel_region_with_dim",
-    "with_logical_gradient",
-]
+    "all_to_all", "copy_to_tensor_model_parallel_region", "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region", "gather_from_tensor_model_parallel_region_with_dim",
+    "reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region",
+    "reduce_scatter_to_tensor_model_parallel_region_with_dim", "scatter_input_channels_to_tensor_model_parallel_region",
+    "scatter_to_process_group_spmd", "scatter_to_sequence_parallel_region", "scatter_to_tensor_model_parallel_region",
+    "scatter_to_tensor_model_parallel_region_with_dim", "with_logical_gradient",
+]  # fmt: skip
 
 _IDENTITY, _REDUCE, _SHARD, _GATHER, _REDUCE_SCATTER = "identity", "all_reduce", "shard", "all_gather", "reduce_scatter"
 _EXCHANGE = "all_to_all"

@@ -18,14 +18,6 @@ from typing import TYPE_CHECKING
 
 from nxd_infer.util.lazy import lazy_names
 
-_NAMES = {
-    "RankModel": ".rank_model",
-    "TensorParallelModel": ".model",
-    "load_artifact": ".load",
-    "parallel_model_load": ".model",
-    "parallel_model_save": ".model",
-}
-
 __all__ = ["RankModel", "TensorParallelModel", "load_artifact", "parallel_model_load", "parallel_model_save"]
 
 if TYPE_CHECKING:
@@ -33,4 +25,11 @@ if TYPE_CHECKING:
     from nxd_infer.runtime.model import TensorParallelModel, parallel_model_load, parallel_model_save
     from nxd_infer.runtime.rank_model import RankModel
 
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".load": "load_artifact",
+        ".model": "TensorParallelModel parallel_model_load parallel_model_save",
+        ".rank_model": "RankModel",
+    },
+)

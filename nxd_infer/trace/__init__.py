@@ -6,37 +6,11 @@ from typing import TYPE_CHECKING
 
 from nxd_infer.util.lazy import lazy_names
 
-_NAMES = {
-    "parallel_model_trace": "nxd_infer.trace.api",
-    "bucket_model_trace": "nxd_infer.trace.api",
-    "trace_plan": "nxd_infer.trace.api",
-    "parallel_model_save": "nxd_infer.runtime.model",
-    "parallel_model_load": "nxd_infer.runtime.model",
-    "parallel_model_recompile": "nxd_infer.trace.recompile",
-    "BucketModelConfig": "nxd_infer.trace.request",
-    "TensorParallelModel": "nxd_infer.runtime.model",
-    "TensorParallelNeuronModel": "nxd_infer.runtime.model",
-    "load_artifact": "nxd_infer.runtime.load",
-    "ArtifactWriter": "nxd_infer.artifact.writer",
-    "TracePlan": "nxd_infer.trace.plan",
-    "Progress": "nxd_infer.util.progress",
-}
-
 __all__ = [  # noqa: RUF022  (documented names first)
-    "parallel_model_trace",
-    "parallel_model_save",
-    "parallel_model_load",
-    "parallel_model_recompile",
-    "BucketModelConfig",
-    "bucket_model_trace",
-    "trace_plan",
-    "TensorParallelModel",
-    "TensorParallelNeuronModel",
-    "load_artifact",
-    "ArtifactWriter",
-    "TracePlan",
-    "Progress",
-]
+    "parallel_model_trace", "parallel_model_save", "parallel_model_load", "parallel_model_recompile",
+    "BucketModelConfig", "bucket_model_trace", "trace_plan", "TensorParallelModel", "TensorParallelNeuronModel",
+    "load_artifact", "ArtifactWriter", "TracePlan", "Progress",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from nxd_infer.artifact.writer import ArtifactWriter
@@ -53,5 +27,18 @@ if TYPE_CHECKING:
     from nxd_infer.trace.request import BucketModelConfig
     from nxd_infer.util.progress import Progress
 
-
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "nxd_infer.artifact.writer": "ArtifactWriter",
+        "nxd_infer.runtime.load": "load_artifact",
+        "nxd_infer.runtime.model": (
+            "TensorParallelModel TensorParallelNeuronModel parallel_model_load parallel_model_save"
+        ),
+        "nxd_infer.util.progress": "Progress",
+        ".api": "bucket_model_trace parallel_model_trace trace_plan",
+        ".plan": "TracePlan",
+        ".recompile": "parallel_model_recompile",
+        ".request": "BucketModelConfig",
+    },
+)

@@ -34,14 +34,9 @@ if TYPE_CHECKING:
     from nxd_infer.trace.plan import TracePlan
 
 __all__ = [
-    "TensorParallelModel",
-    "TensorParallelNeuronModel",
-    "bucket_model_trace",
-    "parallel_model_load",
-    "parallel_model_save",
-    "parallel_model_trace",
-    "trace_plan",
-]
+    "TensorParallelModel", "TensorParallelNeuronModel", "bucket_model_trace", "parallel_model_load",
+    "parallel_model_save", "parallel_model_trace", "trace_plan",
+]  # fmt: skip
 
 
 @accepts_options(TraceOptions)

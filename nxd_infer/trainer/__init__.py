@@ -24,21 +24,7 @@ from nxd_infer.trainer.tensorboard import TensorBoardLogger
 from nxd_infer.trainer.trainer import initialize_parallel_model, initialize_parallel_optimizer
 
 __all__ = [
-    "NxDModel",
-    "NxDOptimizer",
-    "ResumableLoader",
-    "TensorBoardLogger",
-    "TrainConfig",
-    "TrainingProgress",
-    "checkpoint",
-    "gather_weights",
-    "has_checkpoint",
-    "initialize_parallel_model",
-    "initialize_parallel_optimizer",
-    "load_checkpoint",
-    "model",
-    "neuronx_distributed_config",
-    "save_checkpoint",
-    "shutdown",
-    "wait_for_save",
-]
+    "NxDModel", "NxDOptimizer", "ResumableLoader", "TensorBoardLogger", "TrainConfig", "TrainingProgress", "checkpoint",
+    "gather_weights", "has_checkpoint", "initialize_parallel_model", "initialize_parallel_optimizer", "load_checkpoint",
+    "model", "neuronx_distributed_config", "save_checkpoint", "shutdown", "wait_for_save",
+]  # fmt: skip

@@ -13,20 +13,20 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of ``package``::
 
-        __getattr__, __dir__ = lazy_names(__name__, {"Engine": ".engine"}, modules=["events"])
+        __getattr__, __dir__ = lazy_names(__name__, {".engine": "Engine Ticket"}, modules=["events"])
 
     Args:
-        homes: the module of each name; one that begins with a dot is inside the package.
+        homes: modules and the names of each; one that begins with a dot is inside the package.
         modules: submodules that are also names of the package.
 
     Type checkers need the same names in an ``if TYPE_CHECKING`` block of the package. Code that must not import a slow
     module at its start imports the package instead, and writes ``package.module.name``.
     """
-    homes = homes or {}
+    found = {name: module for module, names in (homes or {}).items() for name in names.split()}
 
     def find(name: str) -> Any:
-        if name in homes:
-            value = getattr(importlib.import_module(homes[name], package), name)
+        if name in found:
+            value = getattr(importlib.import_module(found[name], package), name)
         elif name in modules:
             value = importlib.import_module(f".{name}", package)
         else:
@@ -34,4 +34,4 @@ def lazy_names(
         setattr(sys.modules[package], name, value)
         return value
 
-    return find, lambda: sorted({*vars(sys.modules[package]), *homes, *modules})
+    return find, lambda: sorted({*vars(sys.modules[package]), *found, *modules})

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from nxd_infer.verify.artifact import Verification, verify_artifact
 
 __all__ = ["Verification", "verify_artifact"]
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, ".artifact"))
+__getattr__, __dir__ = lazy_names(__name__, {".artifact": " ".join(__all__)})

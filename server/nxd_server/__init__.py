@@ -10,13 +10,12 @@ if TYPE_CHECKING:
     from nxd_server.engine.sampling_params import SamplingParams
     from nxd_server.llm import LLM, CompletionOutput, RequestOutput
 
-_HOMES = {
-    "LLM": "nxd_server.llm",
-    "CompletionOutput": "nxd_server.llm",
-    "RequestOutput": "nxd_server.llm",
-    "SamplingParams": "nxd_server.engine.sampling_params",
-}
-
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "nxd_server.llm": "LLM CompletionOutput RequestOutput",
+        "nxd_server.engine.sampling_params": "SamplingParams",
+    },
+)

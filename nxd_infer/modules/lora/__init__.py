@@ -20,12 +20,6 @@ LoraModel = LoRAModel
 """The name in the reference's code; its documentation uses the other one."""
 
 __all__ = [
-    "AdapterRows",
-    "LoRAModel",
-    "LoraConfig",
-    "LoraModel",
-    "add_adapter_slots",
-    "get_lora_model",
-    "load_adapter",
+    "AdapterRows", "LoRAModel", "LoraConfig", "LoraModel", "add_adapter_slots", "get_lora_model", "load_adapter",
     "save_adapter",
-]
+]  # fmt: skip

@@ -22,18 +22,7 @@ from nxd_infer.modules.moe.routing import GroupLimitedRouter, RouterBase, Router
 from nxd_infer.modules.moe.shared_experts import SharedExperts
 
 __all__ = [
-    "BlockwiseMatmulConfig",
-    "ExpertMLPs",
-    "ExpertMLPsV2",
-    "GLUType",
-    "GroupLimitedRouter",
-    "MoE",
-    "RoutedExpertsMLPOpsConfig",
-    "RouterBase",
-    "RouterSinkhorn",
-    "RouterTopK",
-    "SharedExperts",
-    "load_balancing_loss_func",
-    "loss_function",
-    "routing",
-]
+    "BlockwiseMatmulConfig", "ExpertMLPs", "ExpertMLPsV2", "GLUType", "GroupLimitedRouter", "MoE",
+    "RoutedExpertsMLPOpsConfig", "RouterBase", "RouterSinkhorn", "RouterTopK", "SharedExperts",
+    "load_balancing_loss_func", "loss_function", "routing",
+]  # fmt: skip

@@ -28,29 +28,19 @@ if TYPE_CHECKING:
     from nxd_server.engine.sampling_params import SamplingParams
     from nxd_server.engine.text_encoder import TextEncoder
 
-_HOMES = {
-    "Engine": ".generation_engine",
-    "OneShotEngine": ".oneshot_engine",
-    "SamplingParams": ".sampling_params",
-    "TextEncoder": ".text_encoder",
-    **dict.fromkeys(("EngineHealth", "EngineStats"), ".engine_core"),
-    **dict.fromkeys(("ErrorEvent", "Event", "FinishEvent", "Ticket", "Timings", "TokenEvent", "Usage"), ".request"),
-}
-
 __all__ = [
-    "Engine",
-    "EngineHealth",
-    "EngineStats",
-    "ErrorEvent",
-    "Event",
-    "FinishEvent",
-    "OneShotEngine",
-    "SamplingParams",
-    "TextEncoder",
-    "Ticket",
-    "Timings",
-    "TokenEvent",
-    "Usage",
-]
+    "Engine", "EngineHealth", "EngineStats", "ErrorEvent", "Event", "FinishEvent", "OneShotEngine", "SamplingParams",
+    "TextEncoder", "Ticket", "Timings", "TokenEvent", "Usage",
+]  # fmt: skip
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".engine_core": "EngineHealth EngineStats",
+        ".generation_engine": "Engine",
+        ".oneshot_engine": "OneShotEngine",
+        ".request": "ErrorEvent Event FinishEvent Ticket Timings TokenEvent Usage",
+        ".sampling_params": "SamplingParams",
+        ".text_encoder": "TextEncoder",
+    },
+)
