@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from bench import report
-from bench.options import PEERS, SIZES, THREADS, Options
+from bench.options import PEERS, SIZES, THREADS, USUAL, Options
 
 BENCHMARKS = (
     "start",
@@ -30,7 +30,7 @@ BENCHMARKS = (
     "stages",
     "plot",
 )
-ON_REQUEST = ("attacks", "against", "generic", "mixture")
+ON_REQUEST = ("attacks", "against", "generic", "mixture", "forms")
 """Benchmarks that run only by name."""
 
 
@@ -45,10 +45,12 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=Options.repetitions, help="default: %(default)s")
     parser.add_argument("--minutes", type=int, default=60, help="stop after this many minutes, default: %(default)s")
     parser.add_argument("--model", choices=("common", "tiny"), default="common", help="default: %(default)s")
-    parser.add_argument("--sizes", default=",".join(SIZES), help="models of `sizes`, default: %(default)s")
+    parser.add_argument("--sizes", default=",".join(USUAL), help=f"of {', '.join(SIZES)}; default: %(default)s")
     parser.add_argument("--against", type=Path, metavar="PATH", help="the other checkout for `against`")
     parser.add_argument(
-        "--folder", type=Path, help="where `sizes` keeps its models (25 GB), default: with the other models"
+        "--folder",
+        type=Path,
+        help="where `sizes` and `forms` keep their models (25 GB, with 8.1B 90), default: with the other models",
     )
     given = parser.parse_args()
     if given.names[:1] == ["peers"]:

@@ -10,8 +10,9 @@ from nxd_infer.util.cache_dir import cache_dir
 
 PEERS = ("hf", "hf_static", "llama_cpp", "openvino", "vllm")
 """Every peer, in the order of the tables."""
-SIZES = ("254M", "1.1B", "3.0B")
-"""Models of the benchmark ``sizes``, by number of parameters."""
+SIZES = ("254M", "1.1B", "3.0B", "8.1B")
+"""Models of the benchmarks ``sizes`` and ``forms``, by number of parameters."""
+USUAL = SIZES[:3]
 THREADS = 2
 """Threads in total, for everyone: one rank with two, two ranks with one, a peer with two."""
 
@@ -28,7 +29,7 @@ class Options:
     model: str = "common"
     """``common`` (254 M parameters) or ``tiny`` (ready in seconds: for work on the benchmarks)."""
 
-    sizes: tuple[str, ...] = SIZES
+    sizes: tuple[str, ...] = USUAL
     against: Path | None = None
     """The other checkout of ``against``."""
     folder: Path | None = None

@@ -32,8 +32,9 @@ SIZES: dict[str, dict[str, int]] = {
     "254M": COMMON | {"max_len": 2048},
     "1.1B": COMMON | {"hidden": 2048, "layers": 22, "intermediate": 5632, "max_len": 2048},
     "3.0B": COMMON | {"hidden": 3072, "layers": 28, "heads": 24, "intermediate": 8192, "max_len": 2048},
+    "8.1B": COMMON | {"hidden": 4096, "layers": 36, "heads": 32, "intermediate": 14336, "max_len": 2048},
 }
-"""Slightly more than 254, 1,130 and 3,015 million parameters."""
+"""Slightly more than 254, 1,130, 3,015 and 8,110 million parameters."""
 DEGREE, BATCHES, PROMPTS = 2, "1,4,16", "128,512"
 LIMITS = {"3.0B": ((8.0, 4.0), (10.0, 5.0))}
 """Seconds of a start and of a recovery: the requirement and the aim."""
@@ -46,7 +47,7 @@ def run(options: Options) -> None:
     figures: dict[str, dict[str, Any]] = {}
     try:
         for name, sizes in chosen.items():
-            model = _model(folder, name, sizes)
+            model = sized_model(folder, name, sizes)
             path = _artifact(options, folder, name, model)
             figures[name] = measure(options, model, path) | {"trace": _record(folder, name), "trials": {}}
             trials(path, model, figures[name]["trials"])
@@ -75,7 +76,7 @@ def measure(options: Options, model: Path, path: Path) -> dict[str, Any]:
 
 def traced(options: Options, folder: Path, name: str) -> dict[str, Any]:
     """Return figures of tracing one size: ``seconds``, and ``planned``, ``held`` and ``with_files`` in bytes."""
-    _artifact(options, folder, name, _model(folder, name, SIZES[name]))
+    _artifact(options, folder, name, sized_model(folder, name, SIZES[name]))
     return _record(folder, name)
 
 
@@ -89,7 +90,8 @@ def plan_verdict(name: str, trace: Mapping[str, Any]) -> Verdict:
     return Verdict(f"{name}, plan of tracing's memory, off by", summary([off]), 0.10, 0.05, "lower")
 
 
-def _model(folder: Path, name: str, sizes: Mapping[str, int]) -> Path:
+def sized_model(folder: Path, name: str, sizes: Mapping[str, int]) -> Path:
+    """Return the directory of a model of ``sizes``, after creating it if needed."""
     key = hashlib.sha256((Path(__file__).with_name("model.py")).read_bytes() + repr(sizes).encode()).hexdigest()
     return stamped(folder / "models" / name, key, lambda path: write_llama(path, **sizes))
 

@@ -138,23 +138,29 @@ def field_of(options: Options, buckets: Sequence[Sequence[int]] = (), **engine: 
     ``buckets``: batches and prompts, if not the usual ones. ``engine``: options of this project's engine.
     """
     model = bench_model(options)
-    traced = {tp: artifact(options, tp, *buckets) for tp in options.degrees}
+    mine = {tp: {"model": str(artifact(options, tp, *buckets)), "threads": THREADS // tp} for tp in options.degrees}
+    them = {name: {"model": str(model), "threads": THREADS} for name in options.peers}
+    wanted = {ours(tp): (Known("ours"), arguments | engine) for tp, arguments in mine.items()}
+    with field_with(wanted | {name: (KNOWN[name], arguments) for name, arguments in them.items()}) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def field_with(wanted: Mapping[str, tuple[Known, Mapping[str, Any]]]) -> Iterator[Field]:
+    """Start participants by name, each with the arguments of its ``start``; end them after the block."""
     found = Field({}, {})
     try:
         found.placement.look()
-        for tp, path in traced.items():
-            with console.status(f"starting {ours(tp)}"):
-                _start(found, ours(tp), Known("ours"), options, model=str(path), threads=THREADS // tp, **engine)
-        for name in options.peers:
+        for name, (known, arguments) in wanted.items():
             with console.status(f"starting {name}"):
-                _start(found, name, KNOWN[name], options, model=str(model), threads=THREADS)
+                _start(found, name, known, **arguments)
         yield found
     finally:
         for peer in found.peers.values():
             peer.close()
 
 
-def _start(found: Field, name: str, known: Known, options: Options, **arguments: Any) -> None:
+def _start(found: Field, name: str, known: Known, **arguments: Any) -> None:
     log = home() / "logs" / f"{name.replace(' ', '-')}.log"
     try:
         python = known.python()

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's low-level interface: one context, one sequence per row, bfloat16 weights."""
+"""llama.cpp through llama-cpp-python's low-level interface: one context, one sequence per row."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ PIECE = 512
 
 
 class LlamaCpp:
-    def __init__(self, model: str, threads: int):
-        path = Path(model).with_suffix(".gguf")
-        source = Path(model) / "model.safetensors"
-        if not path.exists() or path.stat().st_mtime < source.stat().st_mtime:
-            write_gguf(Path(model), path)
+    def __init__(self, model: str, threads: int, form: str = "BF16"):
         llama_cpp.llama_backend_init()
         self._log = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._log, None)
+        path = gguf_of(Path(model), form, threads)
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -107,6 +104,25 @@ NAMES = {
     "block_sparse_moe.experts.w2": "ffn_down_exps",
 }
 OUTSIDE = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
+
+
+def gguf_of(model: Path, form: str, threads: int) -> Path:
+    """Return the file of a model with weights of ``form``, as llama.cpp names it (``Q4_K_M``), after making it."""
+    plain = form == "BF16"
+    path = model.with_name(f"{model.name}.gguf" if plain else f"{model.name}-{form}.gguf")
+    if path.exists() and path.stat().st_mtime >= (model / "model.safetensors").stat().st_mtime:
+        return path
+    if plain:
+        write_gguf(model, path)
+        return path
+    part = path.with_suffix(".part")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{form}"), threads
+    source = gguf_of(model, "BF16", threads)
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(part).encode(), params):
+        raise RuntimeError(f"llama.cpp cannot write {source} as {form}")
+    part.replace(path)
+    return path
 
 
 def write_gguf(model: Path, out: Path) -> None:

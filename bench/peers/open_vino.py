@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's ContinuousBatchingPipeline: weights stored in float16, arithmetic in bfloat16."""
+"""OpenVINO GenAI's ContinuousBatchingPipeline: weights stored in float16, or in fewer bits, arithmetic in bfloat16."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bench.peers.protocol import serve
 
 
 class OpenVino:
-    def __init__(self, model: str, threads: int):
-        directory = Path(model).with_name(Path(model).name + "-openvino")
+    def __init__(self, model: str, threads: int, form: str = "fp16"):
+        directory = Path(model).with_name(f"{Path(model).name}-openvino-{form}")
         done = directory / "openvino_model.xml"
         if not done.exists() or done.stat().st_mtime < (Path(model) / "model.safetensors").stat().st_mtime:
-            convert(Path(model), directory)
+            convert(Path(model), directory, form)
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = 1
         scheduler.max_num_seqs = 16
@@ -51,10 +51,10 @@ class OpenVino:
         return {"tokens": tokens, "times": times}
 
 
-def convert(model: Path, directory: Path) -> None:
-    """Convert the model to OpenVINO's format with optimum-intel."""
+def convert(model: Path, directory: Path, form: str) -> None:
+    """Convert the model to OpenVINO's format with optimum-intel, with weights as its ``--weight-format`` says."""
     command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", str(model)]
-    command += ["--task", "text-generation-with-past", "--weight-format", "fp16", str(directory)]
+    command += ["--task", "text-generation-with-past", "--weight-format", form, str(directory)]
     subprocess.run(command, check=True, timeout=540, stdout=sys.stderr)
 
 
