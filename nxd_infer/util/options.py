@@ -27,7 +27,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar, get_args, get_type_hints
 
 from nxd_infer.errors import ParallelConfigError
 from nxd_infer.util.suggest import did_you_mean
@@ -160,7 +160,8 @@ class Option:
 
 
 def option(default: Any, help: str, kind: Any = object, **declared: Any) -> Any:
-    """A field of a dataclass of options; ``declared`` as in :class:`Option`. ``...``: it has no default."""
+    """A field of a dataclass of options; ``declared`` as in :class:`Option`. ``...``: it has no default; ``kind`` None:
+    its annotation's."""
     return as_field(Option(MISSING if default is ... else default, help, kind, **declared))
 
 
@@ -178,7 +179,17 @@ def as_field(one: Option) -> Any:
 
 def declared(options: type) -> dict[str, Any]:
     """What is declared of each field, by name, in order: :class:`Option`, or what is derived from it."""
-    return {one.name: one.metadata["option"] for one in fields(options)}
+    found = {one.name: one.metadata["option"] for one in fields(options)}
+    return {
+        name: replace(one, kind=_annotated(options)[name]) if one.kind is None else one for name, one in found.items()
+    }
+
+
+@functools.cache
+def _annotated(options: type) -> dict[str, Any]:
+    """The kinds of the fields by their annotations: ``int | None`` is a whole number."""
+    hints = get_type_hints(options)
+    return {name: next((one for one in get_args(hint) if hint == (one | None)), hint) for name, hint in hints.items()}
 
 
 def defaults(options: type) -> dict[str, Any]:

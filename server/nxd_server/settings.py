@@ -115,13 +115,13 @@ def words(name: str, text: str) -> str:
 
 
 def setting(group: str, default: Any, help: str, *, kind: Any = None, **more: Any) -> Any:
-    """Declare a setting, by default of its default's kind; its option has its name unless ``more`` has a ``flag``."""
-    return option(default, help, kind or type(default), group=group, **{"flag": "", **more})
+    """Declare a setting, of its annotation's kind; its option has its name unless ``more`` has a ``flag``."""
+    return option(default, help, kind, group=group, **{"flag": "", **more})
 
 
 def seconds(group: str, default: float | None, help: str, *, above: float | None = 0, **more: Any) -> Any:
     """Declare a setting that is a time, at most a day."""
-    return setting(group, default, help, **{"kind": float, "above": above, "maximum": 86400, "unit": "seconds", **more})
+    return setting(group, default, help, **{"above": above, "maximum": 86400, "unit": "seconds", **more})
 
 
 ADDRESS = "Address and name"
@@ -150,53 +150,49 @@ class ServerSettings:
         [],
         "Names of the model, of which answers have the first; by default the one in the artifact. Of several "
         "artifacts each is given as NAME=ARTIFACT.",
-        kind=list[str],
-        repeats=True,
         check=names,
+        repeats=True,
     )
     page: bool = setting(ADDRESS, True, "Serve the pages at / (chat, completion, embeddings, live plots) and /docs.")
     ssl_certfile: Path | None = setting(
-        DOORS, None, "PEM file of the certificate and its chain, for TLS; read again once it has changed.", kind=Path
+        DOORS, None, "PEM file of the certificate and its chain, for TLS; read again once it has changed."
     )
-    ssl_keyfile: Path | None = setting(DOORS, None, "PEM file with the certificate's key.", kind=Path)
-    ssl_keyfile_password: str | None = setting(DOORS, None, "Password of the key.", kind=str, secret=True)
+    ssl_keyfile: Path | None = setting(DOORS, None, "PEM file with the certificate's key.")
+    ssl_keyfile_password: str | None = setting(DOORS, None, "Password of the key.", secret=True)
     root_path: str | None = setting(
-        DOORS, None, "Beginning of all paths at a proxy, which may strip it: `/llm`.", kind=str, check=prefix
+        DOORS, None, "Beginning of all paths at a proxy, which may strip it: `/llm`.", check=prefix
     )
     forwarded_allow_ips: list[str] = setting(
         DOORS,
         [],
         "Proxies whose `X-Forwarded-For` is believed: addresses, networks, or `*`; by default FORWARDED_ALLOW_IPS.",
-        kind=list[str],
         check=networks,
     )
     allowed_origins: list[str] = setting(
         DOORS,
         [],
         "Origins whose pages may use the server in a browser (CORS): `https://chat.example.org`, or `*` for all.",
-        kind=list[str],
-        repeats=True,
         flag="--allowed-origin",
         check=origins,
+        repeats=True,
     )
     api_keys: list[str] = setting(
         KEYS,
         [],
         "Keys that open the server; a list, or comma-separated text.",
         kind=KEY_LIST,
-        repeats=True,
         secret=True,
         flag="--api-key",
         check=key_list,
+        repeats=True,
     )
     api_keys_file: Path | None = setting(
-        KEYS, None, "File of keys, or of JSON objects with their SHA-256 and limits, one a line.", kind=Path
+        KEYS, None, "File of keys, or of JSON objects with their SHA-256 and limits, one a line."
     )
     admin_key: str | None = setting(
         KEYS,
         None,
         "Key of the routes that change what is served; without it they are closed.",
-        kind=str,
         secret=True,
         check=not_empty,
     )
@@ -204,9 +200,8 @@ class ServerSettings:
         WEIGHTS,
         [],
         "LoRA adapters to load at the start, as NAME=PATH; a list, or comma-separated text.",
-        kind=list[str],
-        repeats=True,
         check=adapter_paths,
+        repeats=True,
     )
     generation_defaults: bool = setting(
         GENERATION,
@@ -234,7 +229,6 @@ class ServerSettings:
         GENERATION,
         None,
         "A file with the chat template to use, or the name of one of the model's further ones.",
-        kind=str,
         check=not_empty,
     )
     tool_call_parser: str = setting(
@@ -247,30 +241,19 @@ class ServerSettings:
         GENERATION, "auto", "How the model writes its reasoning.", choices=("auto", "think", "mistral", "none")
     )
     weights_root: Path | None = setting(
-        WEIGHTS,
-        None,
-        "Directory from which requests may load weights and adapters; unset: none.",
-        kind=Path,
-        check=directory,
+        WEIGHTS, None, "Directory from which requests may load weights and adapters; unset: none.", check=directory
     )
     weights_drain_timeout: float = seconds(
         WEIGHTS, 60.0, "Seconds running requests may take to finish before a weight swap is abandoned."
     )
     max_queued_tokens: int = setting(
-        REQUESTS,
-        2**24,
-        "Prompt tokens (of one-shot models: numbers of inputs) that may wait; then 429.",
-        minimum=1,
+        REQUESTS, 2**24, "Prompt tokens (of one-shot models: numbers of inputs) that may wait; then 429.", minimum=1
     )
     max_queue_wait: float | None = seconds(
         REQUESTS, None, "Seconds a request may wait, as foretold; then 429. By default `request_timeout`."
     )
     max_queued_requests: int | None = setting(
-        REQUESTS,
-        None,
-        "Choices (prompts times n) that may wait; then 429. By default any number.",
-        kind=int,
-        minimum=0,
+        REQUESTS, None, "Choices (prompts times n) that may wait; then 429. By default any number.", minimum=0
     )
     max_choices: int = setting(REQUESTS, 64, "Largest number of prompts times n per request.", minimum=1)
     max_body_bytes: int | None = setting(
@@ -278,7 +261,6 @@ class ServerSettings:
         None,
         "Largest request body; a larger one is answered 413. By default what `max_choices` prompts of the model's "
         "length need, from 2 to 16 MiB.",
-        kind=int,
         minimum=1024,
     )
     max_stored_responses: int = setting(
@@ -316,7 +298,6 @@ class ServerSettings:
         CONNECTIONS,
         None,
         "Concurrent connections; by default as many as the limit of open files allows, up to 4096.",
-        kind=int,
         minimum=16,
     )
     max_connections_per_address: int | None = setting(
@@ -324,7 +305,6 @@ class ServerSettings:
         None,
         "Concurrent connections from one address, not from a client in `X-Forwarded-For`; by default the limit on "
         "all of them.",
-        kind=int,
         minimum=1,
     )
     drain_timeout: float = seconds(
@@ -358,11 +338,7 @@ class ServerSettings:
     )
     max_restarts: int = setting(LIFE, 3, "Restarts within ten minutes before the server gives up.", minimum=0)
     threads_per_rank: int | None = setting(
-        LIFE,
-        None,
-        "CPU threads per rank; by default the cores (or a container's share of them) divided.",
-        kind=int,
-        minimum=1,
+        LIFE, None, "CPU threads per rank; by default the cores (or a container's share of them) divided.", minimum=1
     )
     replicas: int = setting(
         ARTIFACT, 1, "Copies of each model, with ranks and cores of their own.", minimum=1, maximum=256
@@ -373,13 +349,12 @@ class ServerSettings:
         "Take an artifact that chooses its buckets with its own code (a bucket kernel).",
         flag="--allow-kernel/--no-kernel",
     )
-    expect_digest: str | None = setting(ARTIFACT, None, "SHA-256 the artifact's manifest must have.", kind=str)
+    expect_digest: str | None = setting(ARTIFACT, None, "SHA-256 the artifact's manifest must have.")
     keep: Path | None = setting(
         ARTIFACT,
         None,
         "Directory for artifacts that are fetched from a store, or traced of a model directory; the next start "
         "finds them there. By default in the cache.",
-        kind=Path,
     )
     trace_options: str = setting(
         ARTIFACT,

@@ -443,14 +443,12 @@ class Service:
 
     def ranks(self) -> list[RankHealth]:
         """Return every rank's health, even before the engines exist; those of the second copy are numbered on."""
-        if self._manifest is None:
-            return []
-        degree = self._manifest.world_size
-        return [
-            dataclasses.replace(rank, rank=degree * replica.index + rank.rank)
-            for replica in self.replicas
-            for rank in replica.ranks()
-        ]
+        return [rank for replica in self.replicas for rank in self.ranks_of(replica)]
+
+    def ranks_of(self, replica: Replica) -> list[RankHealth]:
+        """Return those of one copy."""
+        before = 0 if self._manifest is None else self._manifest.world_size * replica.index
+        return [dataclasses.replace(rank, rank=before + rank.rank) for rank in replica.ranks()]
 
     def _unavailable(self) -> EngineUnavailableError:
         ready, state, reason = self.readiness()

@@ -13,12 +13,7 @@ from dataclasses import dataclass
 
 from nxd_server.accounts import ANONYMOUS, Account
 from nxd_server.engine.fair_queue import Waiting
-from nxd_server.errors import (
-    EngineUnavailableError,
-    QueueFullError,
-    RequestError,
-    WeightsBusyError,
-)
+from nxd_server.errors import EngineUnavailableError, QueueFullError, RequestError, WeightsBusyError
 
 KNOWN = 2
 """How often the whole capacity must have been taken anew by requests that waited before a wait is foretold."""

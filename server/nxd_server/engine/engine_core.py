@@ -131,18 +131,20 @@ class EngineCore:
         self,
         model: RankModel,
         costs: StepCosts,
-        *,
-        max_queued_requests: int | None,
-        max_queued_tokens: int | None,
-        max_queue_wait: float | None,
         capacity: int,
-        restart_limit: int,
-        restart_window: float,
-        idle_probe: float | None,
-        on_state: Callable[[str], None] | None,
+        *,
+        max_queued_requests: int | None = None,
+        max_queued_tokens: int | None = None,
+        max_queue_wait: float | None = None,
+        restart_limit: int = 3,
+        restart_window: float = 600.0,
+        idle_probe: float | None = 5.0,
+        on_state: Callable[[str], None] | None = None,
     ):
-        """``capacity``: requests that fit without queueing; ``idle_probe``: seconds without a step after which a step
-        of padding checks that the ranks still answer (None: never); ``on_state(state)`` is called at every change."""
+        """``capacity``: requests that fit without queueing. ``max_queued_requests``, ``max_queued_tokens`` and
+        ``max_queue_wait`` limit how many requests wait, with how many tokens in all (of one-shot models: numbers of
+        their largest inputs), and for how many seconds. ``idle_probe``: seconds without a step after which a step of
+        padding checks that the ranks still answer (None: never); ``on_state(state)`` is called at every change."""
         self.model = model
         self.lock = threading.Condition()
         """Of what callers and the thread share."""

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Tokens
+from typing import Any
 
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.runtime.rank_model import RankModel
@@ -63,26 +64,19 @@ class Engine(EngineCore):
         model: RankModel,
         tokenizer: Tokenizer | None = None,
         *,
-        max_queued_requests: int | None = None,
-        max_queued_tokens: int | None = None,
-        max_queue_wait: float | None = None,
         prefill_ratio: float = 4.0,
         stall_ratio: float = 4.0,
         speculate: int = 0,
         prefix_caching: bool = True,
-        restart_limit: int = 3,
-        restart_window: float = 600.0,
-        idle_probe: float | None = 5.0,
-        on_state: Callable[[str], None] | None = None,
         costs: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        **core: Any,
     ):
         """``model`` is a RankModel or a TensorParallelModel. Without a tokenizer, events carry no text and stop strings
-        are rejected. ``max_queued_requests``, ``max_queued_tokens`` and ``max_queue_wait`` limit how many choices wait
-        for a slot, with how many prompt tokens, and for how many seconds. ``prefill_ratio`` and ``stall_ratio`` are the
-        scheduler's bounds on prefill; ``speculate``: most guesses per step; ``prefix_caching``: a prompt is not
-        computed as far as a free slot holds it. ``costs``: seconds by graph, used instead of measurements so that every
-        run chooses the same steps; ``clock`` times the requests' timeouts.
+        are rejected. ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: most
+        guesses per step; ``prefix_caching``: a prompt is not computed as far as a free slot holds it. ``costs``:
+        seconds by graph, used instead of measurements so that every run chooses the same steps; ``clock`` times the
+        requests' timeouts; ``core``: the options of :class:`EngineCore`.
 
         Raises ModelConfigError if the artifact is not one for generation, or was not traced to verify guesses.
         """
@@ -111,18 +105,7 @@ class Engine(EngineCore):
         self._scores_prompts = single and "allowed" in self._input_names and not self._encodes_prompts
         graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
         step_costs = StepCosts([*graphs, *verifying], costs)  # verifying graphs only if speculating
-        super().__init__(
-            model,
-            step_costs,
-            max_queued_requests=max_queued_requests,
-            max_queued_tokens=max_queued_tokens,
-            max_queue_wait=max_queue_wait,
-            capacity=self.slots,
-            restart_limit=restart_limit,
-            restart_window=restart_window,
-            idle_probe=idle_probe,
-            on_state=on_state,
-        )
+        super().__init__(model, step_costs, self.slots, **core)
         self._inbox = Inbox(self.lock, clock)
         self._scheduler = Scheduler(
             graphs,

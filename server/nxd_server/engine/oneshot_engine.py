@@ -62,36 +62,23 @@ class OneShotEngine(EngineCore):
         model: TensorParallelModel,
         *,
         max_delay_ms: float = 2.0,
-        max_queued_requests: int | None = None,
-        max_queued_tokens: int | None = None,
-        max_queue_wait: float | None = None,
-        restart_limit: int = 3,
-        restart_window: float = 600.0,
-        idle_probe: float | None = 5.0,
-        on_state: Callable[[str], None] | None = None,
         costs: Mapping[str, float] | None = None,
+        **core: Any,
     ):
-        """``max_delay_ms``: how long a request may wait for others to share its step; ``max_queued_requests``,
-        ``max_queued_tokens`` and ``max_queue_wait`` limit how many wait for one, with how many numbers in the largest
-        inputs, and for how many seconds; ``costs``: seconds by bucket, used instead of measurements. Raises
-        ModelConfigError for an artifact traced for generation."""
+        """``max_delay_ms``: how long a request may wait for others to share its step; ``costs``: seconds by bucket,
+        used instead of measurements; ``core``: the options of :class:`EngineCore`. Raises ModelConfigError for an
+        artifact traced for generation."""
         manifest: Manifest = model.manifest
         if manifest.metadata.get("task") == "generate":
             raise ModelConfigError("the artifact was traced for generation: use Engine")
         if max_delay_ms < 0:
             raise ValueError(f"max_delay_ms must be at least 0, got {max_delay_ms}")
         self.batches = batches_rows(manifest)
+        step_costs = StepCosts((Graph(bucket.name, 1, elements(bucket)) for bucket in manifest.buckets), costs)
+        if manifest.states:  # a probe would change them
+            core["idle_probe"] = None
         super().__init__(
-            model,
-            StepCosts((Graph(bucket.name, 1, elements(bucket)) for bucket in manifest.buckets), costs),
-            max_queued_requests=max_queued_requests,
-            max_queued_tokens=max_queued_tokens,
-            max_queue_wait=max_queue_wait,
-            capacity=max(map(rows_of, manifest.buckets), default=1) if self.batches else 1,
-            restart_limit=restart_limit,
-            restart_window=restart_window,
-            idle_probe=None if manifest.states else idle_probe,  # a probe would change the model's states
-            on_state=on_state,
+            model, step_costs, max(map(rows_of, manifest.buckets), default=1) if self.batches else 1, **core
         )
         self._kernel = BUCKET_KERNEL_REQUIREMENT in manifest.requires
         self._router = Router(manifest.buckets)

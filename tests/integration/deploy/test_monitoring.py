@@ -90,3 +90,9 @@ def test_the_monitor_selects_the_service(tmp_path: Path):
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert monitor["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]
     assert found["PrometheusRule"]["spec"]["groups"][0]["rules"]
+
+
+def test_the_monitor_says_how_prometheus_gets_a_key():
+    text = (FOLDER / "service-monitor.yaml").read_text()
+    (endpoint,) = yaml.safe_load(text.replace("# authorization:", "authorization:"))["spec"]["endpoints"]
+    assert endpoint["authorization"] == {"credentials": {"name": "nxd-infer-metrics", "key": "key"}}

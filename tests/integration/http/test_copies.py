@@ -148,7 +148,9 @@ def test_a_prompt_goes_to_the_copy_that_holds_its_beginning():
             found.append(usage["prompt_tokens_details"]["cached_tokens"])
         assert found[:2] == [0, 0] and min(found[2:]) >= 24, found
         assert [copy["running"] for copy in copies(server, "toy")] == [0, 0]
-        assert min(server.metric("nxd_rank_steps_total", rank=rank) for rank in ("0", "1")) > 0
+        assert min(server.metric("nxd_rank_steps_total", rank=rank, copy=rank) for rank in ("0", "1")) > 0
+        tokens = [server.metric("nxd_prompt_tokens_total", copy=copy) for copy in ("0", "1")]
+        assert min(tokens) >= 24 and sum(tokens) == server.metric("nxd_prompt_tokens_total") == 128
 
 
 def test_a_copy_that_cannot_be_kept_alive_leaves_the_others(tmp_path, tokenizer):

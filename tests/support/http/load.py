@@ -24,12 +24,13 @@ def rank_pids(server):
 
 
 class Load:
-    """Six clients, and what they saw. Whatever they ask ends in one of the four lists."""
+    """Six clients, and what they saw. Whatever they ask ends in one of the five lists."""
 
-    def __init__(self, server, *texts, clients=6):
-        """``texts``: what greedy answers are, by prompt; after swaps, by the version of the weights before."""
-        self.server, self.texts = server, texts
-        self.answers, self.refused, self.cut, self.wrong = [], [], [], []
+    def __init__(self, server, *texts, clients=6, timeout=600, **fields):
+        """``texts``: what greedy answers are, by prompt; after swaps, by the version of the weights before.
+        ``timeout``: seconds that an answer may take; ``fields``: of each request, in place of the usual ones."""
+        self.server, self.texts, self.timeout, self.fields = server, texts, timeout, fields
+        self.answers, self.refused, self.cut, self.wrong, self.lost = [], [], [], [], []
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._work, args=(i,)) for i in range(clients)]
 
@@ -48,13 +49,15 @@ class Load:
         for turn in itertools.count(number):
             if self._stop.is_set():
                 return
-            prompt, stream = PROMPTS[turn * 3 % len(PROMPTS)], turn % 2 == 0
+            prompt = PROMPTS[turn * 3 % len(PROMPTS)]
+            body = {**body_of(prompt, stream=turn % 2 == 0), **self.fields}
             try:
-                response = self.server.post(COMPLETIONS, body_of(prompt, stream=stream))
-            except httpx.TransportError:
+                response = self.server.post(COMPLETIONS, body, timeout=self.timeout)
+            except httpx.TransportError as error:
+                self.lost.append(repr(error))
                 time.sleep(0.05)
                 continue
-            self._note(prompt, stream, response)
+            self._note(prompt, body["stream"], response)
 
     def _note(self, prompt, stream, response):
         if response.status_code != 200:
@@ -68,7 +71,7 @@ class Load:
             events = events_of(response.text)
             if events[-1] != "[DONE]":
                 assert "error" in events[-1] and '"finish_reason":"' not in response.text
-                self.cut.append(prompt)
+                self.cut.append(events[-1]["error"])
                 return
             text, version = "".join(event["choices"][0]["text"] for event in events[:-1]), events[0]["weight_version"]
         (self.answers if text == self.texts[version][prompt] else self.wrong).append((prompt, text))

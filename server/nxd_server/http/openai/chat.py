@@ -12,14 +12,7 @@ from starlette.requests import Request
 from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, max_new_tokens
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import RequestError
-from nxd_server.http.error_responses import (
-    ApiError,
-    bad_request,
-    clip,
-    missing_field,
-    unknown_field,
-    unsupported,
-)
+from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field, unsupported
 from nxd_server.http.openai.generation import Choices, Generation, Given, check_choices, respond, with_limit
 from nxd_server.http.openai.logprobs import chat_logprob
 from nxd_server.http.openai.schemas import ChatBody

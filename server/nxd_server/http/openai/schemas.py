@@ -165,10 +165,7 @@ class SamplingBody(SamplerBody):
 class CompletionBody(SamplingBody):
     """``POST /v1/completions``."""
 
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
-        **SamplingBody.NEUTRAL,
-        "include_reasoning": is_one_of(True),
-    }
+    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {**SamplingBody.NEUTRAL, "include_reasoning": is_one_of(True)}
 
     prompt: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
     suffix: str = Field("", description="Write what comes between the prompt and this, if the tokenizer can say so.")

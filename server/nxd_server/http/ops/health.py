@@ -52,11 +52,7 @@ async def readyz(request: Request) -> Response:
 
 async def version(request: Request) -> dict[str, Any]:
     """Return the versions of what is running."""
-    return {
-        "version": VERSION,
-        "torch": torch_version(),
-        "python": platform.python_version(),
-    }
+    return {"version": VERSION, "torch": torch_version(), "python": platform.python_version()}
 
 
 async def metrics(request: Request) -> Response:

@@ -8,18 +8,18 @@ that waits for zero running requests sees zero as soon as there are none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from nxd_server.engine.engine_core import EngineStats
 from nxd_server.engine.request import ErrorEvent, FinishEvent
 
 if TYPE_CHECKING:
     from nxd_server.accounts import Account
+    from nxd_server.app.replica import Replica
     from nxd_server.app.service import Service
     from nxd_server.http.keys import Keys
     from nxd_server.http.protocol import Connections
@@ -41,6 +41,36 @@ VLLM = {
     "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
 }
 """What our metrics are called there, in its releases so far; both without their prefixes."""
+
+OF_ENGINES = (
+    ("num_requests_running", "gauge", "Choices that hold a slot.", "running", ""),
+    ("num_requests_waiting", "gauge", "Choices that wait for a slot.", "waiting", ""),
+    ("queue_tokens", "gauge", "Prompt tokens that wait for a slot.", "waiting_tokens", ""),
+    ("slots", "gauge", "Slots of the cache.", "slots", ""),
+    ("slots_free", "gauge", "Slots that are free.", "slots_free", ""),
+    ("kv_cache_usage_perc", "gauge", "Share of the cache in use, 0 to 1.", "kv_usage", ""),
+    ("prompt_tokens", "counter", "Prompt tokens accepted.", "prompt_tokens", ""),
+    ("prefix_cache_hits", "counter", "Prompt tokens found in the cache.", "reused_tokens", ""),
+    ("generation_tokens", "counter", "Tokens generated.", "generated_tokens", ""),
+    ("spec_decode_num_draft_tokens", "counter", "Tokens guessed and verified.", "draft_tokens", ""),
+    ("spec_decode_num_accepted_tokens", "counter", "Draft tokens accepted.", "accepted_tokens", ""),
+    ("request_success", "counter", "Finished choices.", "finished", "finished_reason"),
+    ("admission_rejections", "counter", "Requests rejected at admission.", "rejected", "reason"),
+)
+"""Name, kind, what it is, the field of EngineStats, and the label of its entries, if it has several."""
+OF_GRAPHS = (
+    ("bucket_executions", "counter", "Executions of a compiled graph.", "bucket_steps"),
+    ("bucket_seconds", "counter", "Seconds spent in a compiled graph.", "bucket_seconds"),
+    ("bucket_useful_tokens", "counter", "Tokens (or rows) of requests.", "useful_tokens"),
+    ("bucket_padding_tokens", "counter", "Tokens (or rows) of padding.", "padding_tokens"),
+    ("bucket_step_seconds", "gauge", "Estimate of one execution.", "step_seconds"),
+)
+OF_RANKS = (
+    ("rank_steps", "counter", "Steps a rank completed.", "steps"),
+    ("rank_seconds", "counter", "Seconds a rank spent in steps.", "seconds"),
+    ("worker_heartbeat_age_seconds", "gauge", "Seconds since a heartbeat.", "last_step_age"),
+    ("rank_alive", "gauge", "1 while the rank's process lives.", "alive"),
+)
 
 
 class ModelMetrics:
@@ -128,119 +158,95 @@ class Metrics(Collector):
         return generate_latest(self)
 
 
-class _Doors(Collector):
-    """What the connections and the keys count, read at scrape time."""
+class _Read(Collector):
+    """Metrics that are read at scrape time; a subclass puts them."""
 
-    def __init__(self, created: float, connections: Connections, keys: Keys):
-        self._created, self._connections, self._keys = created, connections, keys
-
-    def collect(self) -> Iterator[Metric]:
-        connections = self._connections
-        yield GaugeMetricFamily("nxd_start_time_seconds", "When the server started, since 1970.", self._created)
-        yield GaugeMetricFamily("nxd_connections", "Open connections.", len(connections))
-        yield GaugeMetricFamily("nxd_connections_most", "Limit of open connections.", connections.most)
-        yield _by_label("nxd_connections_ended", "Connections ended by the server.", "reason", connections.ended)
-        if self._keys.guard_metrics:  # names of people, and what each of them does
-            yield from _by_key(self._keys.accounts.values())
-
-
-class _Model(Collector):
-    """The gauges and counters of a model's engines, read at scrape time."""
-
-    def __init__(self, service: Service):
-        self._service = service
+    def __init__(self) -> None:
+        self._found: dict[str, Metric] = {}
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering must not query a service that is still starting
 
     def collect(self) -> Iterator[Metric]:
-        service = self._service
-        yield GaugeMetricFamily("nxd_ready", "1 when a request sent now would be served.", float(service.ready))
-        stats = service.stats()
-        restarts = 0 if stats is None else stats.restarts
-        yield CounterMetricFamily("nxd_engine_restarts", "Restarts of the ranks.", restarts)
-        yield GaugeMetricFamily("nxd_weight_version", "Weight swaps since the start.", service.weight_version)
-        if service.load_seconds is not None:
-            yield GaugeMetricFamily(
-                "nxd_graph_load_seconds", "Seconds to load the model until the server was ready.", service.load_seconds
-            )
-        texts = GaugeMetricFamily("nxd_texts_aside", "Conversations being rendered, or waiting.", labels=["kind"])
-        texts.add_metric(["conversations"], 0 if service.chat_template is None else service.chat_template.inside)
-        yield texts
-        yield from self._ranks()
-        if stats is not None:
-            yield from _gauges(stats)
-            yield from _counters(stats)
-            yield from self._buckets(stats)
+        self._found = {}
+        self.read()
+        yield from self._found.values()
 
-    def _ranks(self) -> Iterator[Metric]:
-        steps = CounterMetricFamily("nxd_rank_steps", "Steps a rank completed.", labels=["rank"])
-        seconds = CounterMetricFamily("nxd_rank_seconds", "Seconds a rank spent in steps.", labels=["rank"])
-        age = GaugeMetricFamily("nxd_worker_heartbeat_age_seconds", "Seconds since a heartbeat.", labels=["rank"])
-        alive = GaugeMetricFamily("nxd_rank_alive", "1 while the rank's process lives.", labels=["rank"])
-        for rank in self._service.ranks():
-            label = [str(rank.rank)]
-            alive.add_metric(label, float(rank.alive))
-            steps.add_metric(label, float(rank.steps))
-            seconds.add_metric(label, rank.seconds)
-            if rank.last_step_age is not None:
-                age.add_metric(label, rank.last_step_age)
-        yield from (steps, seconds, age, alive)
+    def read(self) -> None:
+        """Put every metric."""
+        raise NotImplementedError
 
-    def _buckets(self, stats: EngineStats) -> Iterator[Metric]:
-        names = ["graph", "batch", "seq"]
-        executions = CounterMetricFamily("nxd_bucket_executions", "Executions of a compiled graph.", labels=names)
-        seconds = CounterMetricFamily("nxd_bucket_seconds", "Seconds spent in a compiled graph.", labels=names)
-        useful = CounterMetricFamily("nxd_bucket_useful_tokens", "Tokens (or rows) of requests.", labels=names)
-        padding = CounterMetricFamily("nxd_bucket_padding_tokens", "Tokens (or rows) of padding.", labels=names)
-        step = GaugeMetricFamily("nxd_bucket_step_seconds", "Estimate of one execution.", labels=names)
-        for bucket, batch, seq in self._service.bucket_shapes():
-            label = [bucket, str(batch), str(seq)]
-            executions.add_metric(label, stats.bucket_steps.get(bucket, 0))
-            seconds.add_metric(label, stats.bucket_seconds.get(bucket, 0.0))
-            useful.add_metric(label, stats.useful_tokens.get(bucket, 0))
-            padding.add_metric(label, stats.padding_tokens.get(bucket, 0))
-            if bucket in stats.step_seconds:
-                step.add_metric(label, stats.step_seconds[bucket])
-        yield from (executions, seconds, useful, padding, step)
+    def put(self, name: str, kind: str, text: str, value: float | None = None, /, **labels: str) -> None:
+        """Add a sample; without a value only that there is such a metric."""
+        name = f"nxd_{name}"
+        family = self._found.setdefault(name, Metric(name, text, kind))
+        if value is not None:
+            family.add_sample(name + "_total" * (kind == "counter"), labels, float(value))
 
 
-def _gauges(stats: EngineStats) -> Iterator[Metric]:
-    yield GaugeMetricFamily("nxd_num_requests_running", "Choices that hold a slot.", stats.running)
-    yield GaugeMetricFamily("nxd_num_requests_waiting", "Choices that wait for a slot.", stats.waiting)
-    yield GaugeMetricFamily("nxd_queue_tokens", "Prompt tokens that wait for a slot.", stats.waiting_tokens)
-    yield GaugeMetricFamily("nxd_slots", "Slots of the cache.", stats.slots)
-    yield GaugeMetricFamily("nxd_slots_free", "Slots that are free.", stats.slots_free)
-    yield GaugeMetricFamily("nxd_kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", stats.kv_usage)
+class _Doors(_Read):
+    """What the connections and the keys count."""
 
+    def __init__(self, created: float, connections: Connections, keys: Keys):
+        super().__init__()
+        self._created, self._connections, self._keys = created, connections, keys
 
-def _counters(stats: EngineStats) -> Iterator[Metric]:
-    yield CounterMetricFamily("nxd_prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens)
-    yield CounterMetricFamily("nxd_prefix_cache_hits", "Prompt tokens found in the cache.", stats.reused_tokens)
-    yield CounterMetricFamily("nxd_generation_tokens", "Tokens generated.", stats.generated_tokens)
-    yield CounterMetricFamily("nxd_spec_decode_num_draft_tokens", "Tokens guessed and verified.", stats.draft_tokens)
-    yield CounterMetricFamily("nxd_spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens)
-    yield _by_label("nxd_request_success", "Finished choices.", "finished_reason", stats.finished)
-    yield _by_label("nxd_admission_rejections", "Requests rejected at admission.", "reason", stats.rejected)
+    def read(self) -> None:
+        connections = self._connections
+        self.put("start_time_seconds", "gauge", "When the server started, since 1970.", self._created)
+        self.put("connections", "gauge", "Open connections.", len(connections))
+        self.put("connections_most", "gauge", "Limit of open connections.", connections.most)
+        for reason, count in connections.ended.items():
+            self.put("connections_ended", "counter", "Connections ended by the server.", count, reason=reason)
+        if self._keys.guard_metrics:  # names of people, and what each of them does
+            for account in self._keys.accounts.values():
+                self._read_account(account)
 
-
-def _by_key(accounts: Iterable[Account]) -> Iterator[Metric]:
-    requests = CounterMetricFamily("nxd_key_requests", "Requests with a key.", labels=["key"])
-    running = GaugeMetricFamily("nxd_key_requests_running", "Those being answered.", labels=["key"])
-    tokens = CounterMetricFamily("nxd_key_tokens", "Tokens of a key's requests.", labels=["key", "of"])
-    refused = CounterMetricFamily("nxd_key_refusals", "Requests beyond a key's limit.", labels=["key", "limit"])
-    for account in accounts:
-        requests.add_metric([account.name], account.requests)
-        running.add_metric([account.name], account.running)
-        tokens.add_metric([account.name, "prompts"], account.prompt_tokens)
-        tokens.add_metric([account.name, "answers"], account.generated_tokens)
+    def _read_account(self, account: Account) -> None:
+        key, tokens = account.name, "Tokens of a key's requests."
+        self.put("key_requests", "counter", "Requests with a key.", account.requests, key=key)
+        self.put("key_requests_running", "gauge", "Those being answered.", account.running, key=key)
+        self.put("key_tokens", "counter", tokens, account.prompt_tokens, key=key, of="prompts")
+        self.put("key_tokens", "counter", tokens, account.generated_tokens, key=key, of="answers")
         for limit, count in account.refused.items():
-            refused.add_metric([account.name, limit], count)
-    yield from (requests, running, tokens, refused)
+            self.put("key_refusals", "counter", "Requests beyond a key's limit.", count, key=key, limit=limit)
 
 
-def _by_label(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value, count in counts.items():
-        family.add_metric([value], count)
-    return family
+class _Model(_Read):
+    """The gauges and counters of a model's engines. Those of several copies have the label ``copy``."""
+
+    def __init__(self, service: Service):
+        super().__init__()
+        self._service = service
+
+    def read(self) -> None:
+        service = self._service
+        self.put("ready", "gauge", "1 when a request sent now would be served.", service.ready)
+        self.put("weight_version", "gauge", "Weight swaps since the start.", service.weight_version)
+        if service.load_seconds is not None:
+            text = "Seconds to load the model until the server was ready."
+            self.put("graph_load_seconds", "gauge", text, service.load_seconds)
+        aside = 0 if service.chat_template is None else service.chat_template.inside
+        self.put("texts_aside", "gauge", "Conversations being rendered, or waiting.", aside, kind="conversations")
+        for replica in service.replicas:
+            self._read_copy(replica, {"copy": str(replica.index)} if len(service.replicas) > 1 else {})
+        if (stats := service.stats()) is not None:
+            for name, kind, text, source in OF_GRAPHS:
+                values = getattr(stats, source)
+                for graph, batch, seq in service.bucket_shapes():
+                    value = values.get(graph, 0 if kind == "counter" else None)
+                    self.put(name, kind, text, value, graph=graph, batch=str(batch), seq=str(seq))
+
+    def _read_copy(self, replica: Replica, copy: dict[str, str]) -> None:
+        for name, kind, text, source in OF_RANKS:
+            self.put(name, kind, text)
+            for rank in self._service.ranks_of(replica):
+                self.put(name, kind, text, getattr(rank, source), rank=str(rank.rank), **copy)
+        stats = None if replica.engine is None else replica.engine.stats()
+        restarts = 0 if stats is None else stats.restarts
+        self.put("engine_restarts", "counter", "Restarts of the ranks.", restarts, **copy)
+        for name, kind, text, source, label in OF_ENGINES if stats is not None else ():
+            self.put(name, kind, text)
+            value = getattr(stats, source)
+            for entry, number in value.items() if label else [("", value)]:
+                self.put(name, kind, text, number, **({label: entry} if label else {}), **copy)

@@ -61,7 +61,7 @@ export function between(before, now) {
     padding: { "of all tokens": share(padding(), useful() + padding()) },
     cache: {
       "prompt tokens found": share(grown("nxd_prefix_cache_hits_total"), grown("nxd_prompt_tokens_total")),
-      "in use": now.sum("nxd_kv_cache_usage_perc"),
+      "in use": share(now.sum("nxd_kv_cache_usage_perc"), now.samples.get("nxd_kv_cache_usage_perc")?.length),
     },
     ranks: Object.fromEntries(now.values("nxd_rank_steps_total", "rank").map((rank) => [`rank ${rank}`, step(rank)])),
   };
