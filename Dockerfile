@@ -29,7 +29,7 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1
 # More packages for this image, such as gcsfs or adlfs for models in other stores than S3.
 ARG PACKAGES=""
 RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    pip install --no-cache-dir "$(echo /wheel/*.whl)[server,hf,s3]" ${PACKAGES} \
+    pip install --no-cache-dir "$(echo /wheel/*.whl)[server,otel,hf,s3]" ${PACKAGES} \
     && groupadd --gid 10001 nxd \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp nxd \
     && install --directory --owner 10001 --group 10001 /var/lib/nxd-infer
@@ -59,7 +59,7 @@ RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} "${T
 # More packages for this image, such as gcsfs or adlfs for models in other stores than S3.
 ARG PACKAGES=""
 RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    pip install --no-cache-dir "$(echo /wheel/*.whl)[server,hf,s3]" ${PACKAGES} \
+    pip install --no-cache-dir "$(echo /wheel/*.whl)[server,otel,hf,s3]" ${PACKAGES} \
     && NXD_INFER_CACHE=/tmp/cache python -m nxd_infer.backends.cpu --prebuilt \
     && rm -r /tmp/cache
 

@@ -91,6 +91,13 @@ def networks(name: str, given: list[str]) -> list[str]:
     return given
 
 
+def receiver(name: str, url: str) -> str:
+    if not (parts := re.fullmatch(r"(https?://[^/?#@\s]+)(/[^?#\s]*)?", url)):
+        fix = "http://collector:4318/v1/traces; keys for it go into the variable OTEL_EXPORTER_OTLP_HEADERS"
+        raise SettingsError(f"{name} is not the URL of an OTLP/HTTP receiver, such as {fix}")
+    return url if (parts[2] or "/") != "/" else f"{parts[1]}/v1/traces"
+
+
 def prefix(name: str, path: str) -> str:
     if not re.fullmatch(r"(/[\w.~-]+)+", path) or path in ("/v1", "/v2"):
         raise SettingsError(f"{name} {path!r} is not the beginning of a path of its own, such as /llm")
@@ -379,6 +386,13 @@ class ServerSettings:
         choices=("debug", "info", "warning", "error"),
     )
     access_log: bool = setting(LOG, True, "Log every request except those to the health routes.")
+    otlp_traces_endpoint: str | None = setting(
+        LOG,
+        None,
+        "OTLP/HTTP receiver, `http://collector:4318/v1/traces`, of an OpenTelemetry span for each POST.",
+        kind=str,
+        check=receiver,
+    )
 
     def __post_init__(self) -> None:
         for name, one in declared(type(self)).items():

@@ -26,6 +26,7 @@ from nxd_server.app.models import Models, plan
 from nxd_server.http.certificate import Certificate, certificate_of
 from nxd_server.http.listener import bind
 from nxd_server.http.ops import logs
+from nxd_server.http.ops.traces import Traces
 from nxd_server.settings import ServerSettings, unknown_variables
 from nxd_server.threads import in_thread
 
@@ -36,7 +37,7 @@ logger = logging.getLogger("nxd_server")
 
 CLOSE_SECONDS = 8.0
 FLUSH_SECONDS = 2.0
-"""Minimum time for finished answers to reach their clients after the engine has ended."""
+"""Minimum time for finished answers to reach their clients after the engine has ended; longest for the last spans."""
 
 
 def serve(given: str | os.PathLike[str] | Sequence[str], settings: ServerSettings) -> int:
@@ -85,21 +86,24 @@ def serve_service(settings: ServerSettings, make_models: Callable[[Callable[[str
     try:
         read_keys(settings)
         certificate = certificate_of(settings)
+        traces = None if settings.otlp_traces_endpoint is None else Traces(settings.otlp_traces_endpoint)
         listener = bind(settings.host, settings.port, settings.connection_timeout)
     except NxdError as error:
         logger.error("%s", error)
         return 1
     with listener:
-        return asyncio.run(_Run(settings, listener, certificate).main(make_models))
+        return asyncio.run(_Run(settings, listener, certificate, traces).main(make_models))
 
 
 class _Run:
     """One run of the server, from the first answer to the exit status."""
 
-    def __init__(self, settings: ServerSettings, listener: socket.socket, certificate: Certificate | None):
+    def __init__(
+        self, settings: ServerSettings, listener: socket.socket, certificate: Certificate | None, traces: Traces | None
+    ):
         self._settings = settings
         self._listener = listener
-        self._certificate = certificate
+        self._certificate, self._traces = certificate, traces
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._failed = asyncio.Event()
@@ -121,7 +125,7 @@ class _Run:
         from nxd_server.http.server import make_server  # slow: uvicorn and FastAPI
 
         app, server = make_server(models, self._settings, self._certificate)
-        self._reload = app.state.context.keys.reload
+        self._reload, app.state.context.traces = app.state.context.keys.reload, self._traces
         gc.freeze()  # nor scan them during requests: a full collection took 30 ms
         gc.enable()
         host, port = self._listener.getsockname()[:2]
@@ -139,6 +143,8 @@ class _Run:
             _abandon(connection)
         server.should_exit = True
         await asyncio.wait({serving}, timeout=5.0)
+        if self._traces is not None:
+            await asyncio.wait({in_thread(self._traces.close, "nxd-traces")}, timeout=FLUSH_SECONDS)
         status = 0 if graceful and not self._hurry.is_set() else 1
         logger.info("ended with status %d", status)
         return status

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from nxd_server.app.replica import Replica
     from nxd_server.app.service import Service
     from nxd_server.engine.sampling_params import SamplingParams
+    from nxd_server.http.ops.traces import Traces
     from nxd_server.settings import ServerSettings
     from nxd_server.text.grammars import CompiledGrammar
 
@@ -78,6 +79,9 @@ class Context:
         self.models, self.settings = models, settings
         self.service = models.services[0]
         """The one that a request is for, once its body is known: see :func:`choose_model`."""
+        self.asked_for: str | None = None
+        """What the request calls it."""
+        self.traces: Traces | None = None
         self.connections = Connections(settings)
         self.keys = Keys(settings)
         self.metrics = Metrics(models.services, self.connections, self.keys)
@@ -101,7 +105,7 @@ def choose_model(request: Request, name: str | None) -> Service:
     """From here on, the request's context has the service of the model ``name``, which is returned. Raises as
     :meth:`Models.named`."""
     context = request.scope[CONTEXT] = copy.copy(context_of(request))
-    context.service = context.models.named(name)
+    context.service, context.asked_for = context.models.named(name), name
     return context.service
 
 
@@ -400,6 +404,8 @@ class RequestMiddleware:
             # The route's template, so that a scanner cannot fill the metrics with paths.
             route = getattr(scope.get("route"), "path", None) or "unmatched"
             self._context.metrics.http(scope["method"], route, status, seconds)
+            if self._context.traces is not None and scope["method"] == "POST":
+                self._context.traces.record(scope, route, status, seconds)
             probe = scope["path"] in OPEN_PATHS and status in (200, 503)  # some client polls every second
             if self._access_log and not probe:
                 log_access(scope, status, seconds, sent)

@@ -39,7 +39,7 @@ from nxd_server.http.openai.logprobs import prompt_logprobs
 from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.request_body import ClientLeft, client_left
 from nxd_server.http.request_context import context_of, request_id, seconds_left, whole_of
-from nxd_server.http.scope_keys import FIELDS, REFUSAL, WHOLE
+from nxd_server.http.scope_keys import ENDS, FIELDS, REFUSAL, WHOLE
 from nxd_server.threads import Mailbox
 
 if TYPE_CHECKING:
@@ -276,6 +276,7 @@ class Generation:
             return choice, event
         self.unfinished -= 1
         self._of_model.finished(event)
+        self._request.scope.setdefault(ENDS, {})[choice] = event
         if isinstance(event, ErrorEvent):
             raise event.error
         if event.reason == "cancelled":  # not by this class: the server is shutting down

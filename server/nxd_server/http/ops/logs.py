@@ -61,13 +61,13 @@ class TextFormatter(logging.Formatter):
 
 
 def configure(log_format: str, level: str) -> None:
-    """Log to standard error, once; uvicorn's own loggers use the same handler."""
+    """Log to standard error, once; uvicorn's own loggers and OpenTelemetry's use the same handler."""
     try:
         handler: logging.Handler = LogWriter(sys.stderr.fileno())
     except OSError:  # a stream of Python's own, in an interactive environment
         handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    for name in ("nxd_server", "nxd_infer", "uvicorn"):
+    for name in ("nxd_server", "nxd_infer", "uvicorn", "opentelemetry"):
         logger = logging.getLogger(name)
         for former in logger.handlers:
             former.close()
