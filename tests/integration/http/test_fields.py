@@ -133,3 +133,13 @@ def test_a_strict_schema_is_closed(real_llama):
         ask = {"max_tokens": 230, "ignore_eos": False, "temperature": 1.2, "seed": seed, "response_format": form}
         text = text_of(real_llama, CHAT, **ask, logit_bias={})
         assert text.lstrip().startswith("{") and set(json.JSONDecoder().raw_decode(text)[0]) <= {"a", "b"}
+
+
+def test_what_litellm_keeps_of_an_answer_may_come_back(toy):
+    """``provider_specific_fields``: its copy of what an answer's message has besides OpenAI's fields."""
+    first = toy.post(CHAT, {"messages": HELLO, **GREEDY}).json()["choices"][0]["message"]
+    again = [*HELLO, {**first, "provider_specific_fields": {"reasoning": None}}, *HELLO]
+    answer = toy.post(CHAT, {"messages": again, **GREEDY})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == toy.post(CHAT, {"messages": [*HELLO, first, *HELLO], **GREEDY}).json()["choices"]
+    is_error(toy.post(CHAT, {"messages": [{**first, "other": {"a": None}}]}), 400)

@@ -57,6 +57,8 @@ SWITCHES = {
     "thinking": r"\bthinking is (not )?defined\b|\bif (not )?thinking\b",
 }
 """The variables by which chat templates turn reasoning on and off, and how they are read."""
+OF_CLIENTS = "provider_specific_fields"
+"""LiteLLM's copy of what an answer has besides OpenAI's fields, which it sends back."""
 MESSAGE_UNSUPPORTED = frozenset(
     {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content", "reasoning", "annotations"}
 )
@@ -78,7 +80,7 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
         where, role = f"messages[{place}]", message.get("role")
         known = MESSAGE_FIELDS | (ROLE_FIELDS.get(role, frozenset()) if isinstance(role, str) else frozenset())
         for name, value in message.items():
-            if value is None or name in known:
+            if value is None or name in known or name == OF_CLIENTS:
                 continue
             if name in MESSAGE_UNSUPPORTED:
                 if value not in ([], {}, ""):
