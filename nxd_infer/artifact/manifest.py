@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FORMAT = "2.0"
 BUCKET_KERNEL_REQUIREMENT = "bucket-kernel"
 INLINE_WEIGHTS_REQUIREMENT = "inline-weights"
+PACKED_FILES_REQUIREMENT = "packed-files"
 PACKED_REQUIREMENT = "packed-weights"
 PIPELINE_REQUIREMENT = "pipeline"
 WEIGHTS_LATER_REQUIREMENT = "weights-later"
@@ -33,6 +34,7 @@ KNOWN_REQUIREMENTS: frozenset[str] = frozenset(
         "blake3",  # artifacts used to say how their files are hashed
         BUCKET_KERNEL_REQUIREMENT,
         INLINE_WEIGHTS_REQUIREMENT,
+        PACKED_FILES_REQUIREMENT,
         PACKED_REQUIREMENT,
         PIPELINE_REQUIREMENT,
         WEIGHTS_LATER_REQUIREMENT,
@@ -181,7 +183,8 @@ class WeightSpec(TensorSpec):
 
     kind: str = "parameter"
     encoding: str = ""
-    """The form in which graphs read it, one of the backend's. Files hold it plain; a rank encodes it at load."""
+    """The form in which graphs read it, one of the backend's. A rank encodes it at load, unless its file holds it so
+    (``Manifest.packed``)."""
 
 
 class GraphSpec(_Model):
@@ -255,6 +258,8 @@ class Manifest(_Model):
     """Per-rank shapes; equal on all ranks of a stage (:meth:`of_rank`). Initially zero unless the rank's weight file
     holds ``state:<name>``."""
     weights: list[WeightSpec] = Field(default_factory=list)
+    packed: list[TensorSpec] = Field(default_factory=list)
+    """The weights that rank files hold in their encodings, as they are there; others are there plain."""
     weight_schema: str = ""
     """Hash of the names, dtypes, shapes and strides of ``weights``; checked by ``update_weights``."""
     layout: dict[str, Any] = Field(default_factory=dict)
@@ -285,6 +290,12 @@ class Manifest(_Model):
     def world_size(self) -> int:
         """Number of ranks."""
         return self.pp_degree * self.tp_degree
+
+    @property
+    def stored(self) -> list[TensorSpec]:
+        """How a rank's file holds each of ``weights``."""
+        packed = {spec.name: spec for spec in self.packed}
+        return [packed.get(spec.name, spec) for spec in self.weights]
 
     def of_rank(self, rank: int) -> Manifest:
         """Return the manifest with only the states and weights of the rank's stage: those that its graphs use."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ STATE_PREFIX = "state:"
 """Prefix in a rank's weight file for the initial value of a state that does not start as zeros."""
 
 
-def load_weights(file: Path, specs: Sequence[WeightSpec], *, partial: bool = False) -> dict[str, Tensor]:
+def load_weights(file: Path, specs: Sequence[TensorSpec], *, partial: bool = False) -> dict[str, Tensor]:
     """Return the weights of one rank, memory-mapped (copy on write): pages are read when a graph touches them.
 
     A weight whose traced stride is not contiguous is copied into that stride, because graphs are compiled for it.
@@ -79,20 +79,33 @@ def entry_name(table: str, slot: int) -> str:
     return f"{table}[{slot}]"
 
 
-def file_entries(specs: Iterable[WeightSpec]) -> list[tuple[str, torch.dtype, list[int]]]:
+def file_entries(specs: Iterable[TensorSpec]) -> list[tuple[str, torch.dtype, list[int]]]:
     """Return the name, dtype and shape of each of ``specs``, for :func:`write_safetensors`."""
     return [(spec.name, spec.torch_dtype, spec.shape) for spec in specs]
 
 
-def replace_weights(source: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Copy a rank's weight file with ``tensors``, in place of those of the same names if there are such."""
+def replace_weights(
+    source: Path,
+    target: Path,
+    tensors: Mapping[str, Tensor],
+    stored: Iterable[TensorSpec] = (),
+    encode: Callable[[str, Tensor], Tensor] | None = None,
+) -> None:
+    """Copy a rank's weight file with ``tensors``, in place of those of the same names if there are such.
+
+    Those that the file holds as one of ``stored`` go through ``encode(name, tensor)``, one at a time.
+    """
     from safetensors import safe_open
 
+    packed = {} if encode is None else {spec.name: spec for spec in stored if spec.name in tensors}
     with safe_open(source, framework="pt") as file, open(target, "wb") as out:
 
-        def tensor(name: str) -> Tensor:
+        def plain(name: str) -> Tensor:
             return tensors[name] if name in tensors else file.get_tensor(name)
 
-        names = sorted({*file.keys(), *tensors})
-        entries = [(name, one.dtype, one.shape) for name in names for one in [tensor(name)]]
-        write_safetensors(out, entries, tensor)
+        def tensor(name: str) -> Tensor:
+            return encode(name, plain(name)) if encode is not None and name in packed else plain(name)
+
+        names = sorted({*file.keys(), *tensors} - packed.keys())
+        entries = [(name, one.dtype, one.shape) for name in names for one in [plain(name)]]
+        write_safetensors(out, [*entries, *file_entries(packed.values())], tensor)

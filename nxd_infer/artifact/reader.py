@@ -25,6 +25,7 @@ from nxd_infer.artifact.manifest import (
     FORMAT,
     KNOWN_REQUIREMENTS,
     MANIFEST_NAME,
+    PACKED_FILES_REQUIREMENT,
     PIPELINE_REQUIREMENT,
     BucketSpec,
     Manifest,
@@ -261,6 +262,10 @@ def _check_structure(path: Path, manifest: Manifest) -> None:
     problems: list[str] = []
     if manifest.pp_degree > 1 and PIPELINE_REQUIREMENT not in manifest.requires:
         problems.append(f"pp degree {manifest.pp_degree} without requiring {PIPELINE_REQUIREMENT!r}")
+    if manifest.packed and PACKED_FILES_REQUIREMENT not in manifest.requires:
+        problems.append(f"packed weights without requiring {PACKED_FILES_REQUIREMENT!r}")
+    encoded = {weight.name for weight in manifest.weights if weight.encoding}
+    problems += [f"packed weight {spec.name!r} has no encoding" for spec in manifest.packed if spec.name not in encoded]
     names = [bucket.name for bucket in manifest.buckets]
     problems += [f"bucket {name!r} twice" for name in sorted({name for name in names if names.count(name) > 1})]
     states = {state.name for state in manifest.states}

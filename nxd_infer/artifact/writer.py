@@ -91,7 +91,7 @@ def check_weight_file(path: Path, manifest: Manifest) -> None:
     try:
         with safe_open(path, framework="np") as file:  # either framework would do: no tensor is created
             keys = set(file.keys())
-            for weight in manifest.weights:
+            for weight in manifest.stored:
                 if weight.name not in keys:
                     raise ArtifactCorruptError(f"{name} lacks the weight {weight.name!r}")
                 piece = file.get_slice(weight.name)

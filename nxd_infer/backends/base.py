@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nxd_infer.artifact.manifest import GraphSpec, Manifest
+from nxd_infer.artifact.manifest import GraphSpec, Manifest, TensorSpec, WeightSpec
 from nxd_infer.context import ParallelContext
 from nxd_infer.errors import ArtifactVersionError, TraceConfigError
 from nxd_infer.graph.stored import GraphFile, Lowered
@@ -234,6 +234,14 @@ class Backend(Protocol):
     def check_target(self, target: Mapping[str, Any], versions: Mapping[str, str]) -> None:
         """Raise ArtifactVersionError if code compiled for ``target`` under ``versions`` cannot run here; its text
         continues "the artifact ...". ArtifactCorruptError for an invalid target."""
+        ...
+
+    def encoded(self, spec: WeightSpec) -> TensorSpec:
+        """Return how graphs and packed files hold a weight of ``spec``, whose encoding is one of :attr:`encodings`."""
+        ...
+
+    def encode(self, spec: WeightSpec, plain: Tensor) -> Tensor:
+        """Return the weight ``plain`` as :meth:`encoded` says: the same bytes on every machine."""
         ...
 
     def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:

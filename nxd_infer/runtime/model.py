@@ -21,6 +21,7 @@ from nxd_infer.artifact.rank_weights import replace_weights
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.structure import filled
 from nxd_infer.artifact.writer import ArtifactWriter
+from nxd_infer.backends import registry
 from nxd_infer.errors import ArtifactError, InputMismatchError
 from nxd_infer.runtime.bucket_kernel import ask
 from nxd_infer.runtime.ipc import Kind
@@ -201,10 +202,16 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | os.PathLike[
     manifest = source.manifest.model_copy(deep=True)
     if not model.missing_weights():
         manifest.requires = [name for name in manifest.requires if name != WEIGHTS_LATER_REQUIREMENT]
+    specs = {spec.name: spec for spec in manifest.weights}
+
+    def encode(name: str, tensor: Tensor) -> Tensor:
+        return registry.get(manifest.backend).encode(specs[name], tensor)
+
     with ArtifactWriter(save_dir, replace=replace) as writer:
         for rank, tensors in enumerate(updated):
             if tensors:
-                replace_weights(source.weight_file(rank), writer.file(weight_name(rank)), tensors)
+                new = writer.file(weight_name(rank))
+                replace_weights(source.weight_file(rank), new, tensors, manifest.packed, encode)
         for name, spec in source.manifest.files.items():
             if not (writer.path / name).exists():
                 writer.add(name, source.path / name, link=source.temporary, known=spec)

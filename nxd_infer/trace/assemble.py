@@ -17,6 +17,7 @@ from nxd_infer.artifact.manifest import (
     BUCKET_KERNEL_NAME,
     BUCKET_KERNEL_REQUIREMENT,
     INLINE_WEIGHTS_REQUIREMENT,
+    PACKED_FILES_REQUIREMENT,
     PACKED_REQUIREMENT,
     PIPELINE_REQUIREMENT,
     WEIGHTS_LATER_REQUIREMENT,
@@ -232,12 +233,14 @@ def write_artifact(target: Path, request: TraceRequest, ranks: list[TracedRank],
     metadata = dict(options.metadata or {})
     kernel = build / BUCKET_KERNEL_NAME
     weights = {spec.name: spec for rank in ranks for spec in rank.weights.values()}
+    packed = [backend.encoded(weights[name]) for name in sorted(weights) if options.packed and weights[name].encoding]
     stages = _by_stage(request, ranks)
     graphs = {graph.digest: graph for rank in ranks for graph in rank.graphs}
     manifest = Manifest(
         requires=[
             *([BUCKET_KERNEL_REQUIREMENT] if kernel.exists() else []),
             *([INLINE_WEIGHTS_REQUIREMENT] if options.inline_weights_to_neff else []),
+            *([PACKED_FILES_REQUIREMENT] if packed else []),
             *([PACKED_REQUIREMENT] if any(spec.encoding for spec in weights.values()) else []),
             *([PIPELINE_REQUIREMENT] if len(stages) > 1 else []),
             *([WEIGHTS_LATER_REQUIREMENT] if metadata.pop("weights_later", False) else []),
@@ -260,6 +263,7 @@ def write_artifact(target: Path, request: TraceRequest, ranks: list[TracedRank],
         graphs={digest: graphs[digest].spec() for digest in sorted(graphs)},
         states=[spec for stage in stages for spec in stage[0].states.values()],
         weights=[weights[name] for name in sorted(weights)],
+        packed=packed,
         weight_schema=weight_schema_hash(list(weights.values())),
         layout=_joined([stage[0].layout for stage in stages]),
         ops=sorted({content_hash for graph in graphs.values() for content_hash in graph.ops}),
@@ -271,7 +275,7 @@ def write_artifact(target: Path, request: TraceRequest, ranks: list[TracedRank],
         add_graphs(writer, graph_directories(ranks, build), manifest.ops)
         for done, rank in enumerate(ranks, 1):
             source = rank_directory(build, rank.rank) / WEIGHTS_FILE
-            specs = manifest.of_rank(rank.rank).weights
+            specs = manifest.of_rank(rank.rank).stored
             missing = [
                 spec for spec in specs if spec.name not in rank.weights
             ]  # only other ranks of the stage read them

@@ -184,6 +184,15 @@ class TraceOptions(_Reporting):
         flag="--quantize",
     )
 
+    packed: bool = option(
+        False,
+        "Weight files hold weights as graphs read them, so that a start maps the files and copies nothing.",
+        bool,
+        details="For the backends that pack weights, and of the same size. What is rounded (`quantize`) is then stored "
+        "rounded alone.",
+        flag="--packed",
+    )
+
     def __post_init__(self) -> None:
         check_each(self, TraceConfigError)
         self.backend = self.backend or _known_backend("", registry.default())

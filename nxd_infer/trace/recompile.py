@@ -111,6 +111,18 @@ def _lower(
     manifest.requires = [name for name in manifest.requires if name != PACKED_REQUIREMENT]
     if any(encodings.values()):
         manifest.requires.append(PACKED_REQUIREMENT)
+    _check_still_packed(source, manifest)
     for bucket in manifest.buckets:
         bucket.graphs = [renamed[old] for old in bucket.graphs]
     return directories
+
+
+def _check_still_packed(source: LoadedArtifact, manifest: Manifest) -> None:
+    """Raise TraceError if graphs do not read a weight any more in the form that the artifact's files hold it in."""
+    packed = {spec.name for spec in manifest.packed}
+    for old, new in zip(source.manifest.weights, manifest.weights, strict=True):
+        if old.name in packed and (source.manifest.backend, old.encoding) != (manifest.backend, new.encoding):
+            raise TraceError(
+                f"{source.path} holds {old.name!r} packed as {old.encoding!r}, and the graphs for {manifest.backend} "
+                f"would read {new.encoding or 'the plain weight'!r}: trace the model again, without packed"
+            )

@@ -100,6 +100,7 @@ def checked_request(options: TraceOptions) -> TraceRequest:
         raise TraceConfigError("serialization_path needs spmd_mode=True")
     backend = tracing_backend(options.backend)
     _check_pipeline(options, backend)
+    _check_packed(options, backend)
     backend_options, ignored = options_of(backend, options.compiler_args, options.target, options.quantize)
     for name, source in (options.extra_files or {}).items():
         _check_extra_file(str(name), source)
@@ -172,6 +173,17 @@ def _check_pipeline(options: TraceOptions, backend: Backend) -> None:
         raise TraceConfigError(
             f"serialization_path writes one file per tensor parallel rank, and pp_degree={stages} gives each stage its "
             "own weights: leave one of the two out"
+        )
+
+
+def _check_packed(options: TraceOptions, backend: Backend) -> None:
+    if options.packed and not backend.encodings:
+        raise TraceConfigError(
+            f"packed=True: the {backend.name} backend reads weights as files hold them anyway: leave it out"
+        )
+    if options.packed and options.serialization_path is not None:
+        raise TraceConfigError(
+            "serialization_path writes plain weights, and packed=True has none: leave one of the two out"
         )
 
 

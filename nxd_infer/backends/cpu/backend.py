@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_infer.artifact.manifest import Manifest
+from nxd_infer.artifact.manifest import Manifest, TensorSpec, WeightSpec
 from nxd_infer.backends.base import Availability, Backend, Executable, Placement, Quantization, RankGraph, RankRuntime
 from nxd_infer.backends.cpu.encodings import ENCODINGS, MINIMUM_BYTES, PACKED_OPTION, QUANTIZATIONS, QUANTIZE
 from nxd_infer.errors import ArtifactVersionError, TraceConfigError
 from nxd_infer.util.machine import architecture, available_cores, torch_version
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nxd_infer.graph.canonical import Graph
     from nxd_infer.graph.stored import Lowered
 
@@ -73,6 +75,20 @@ class CpuBackend(Backend):
                 f"was compiled for {arch} and this machine is {architecture()}: use `nxd-infer recompile` "
                 "here, or trace it again"
             )
+
+    def encoded(self, spec: WeightSpec) -> TensorSpec:
+        from nxd_infer.backends.cpu.packing import encoded_spec
+
+        held = encoded_spec(spec, spec.encoding)
+        return TensorSpec(name=held.name, dtype=held.dtype, shape=held.shape, stride=held.stride)
+
+    def encode(self, spec: WeightSpec, plain: Tensor) -> Tensor:
+        from nxd_infer.backends.cpu.placement import pack
+
+        held = self.encoded(spec)
+        out = plain.new_empty(held.shape, dtype=held.torch_dtype)
+        pack(spec, plain, out, _native().load_if_possible())
+        return out
 
     def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:
         from nxd_infer.backends.cpu.placement import HostPlacement

@@ -17,6 +17,7 @@ from nxd_infer.artifact.rank_weights import load_initial_states, load_weights
 from nxd_infer.backends.base import RankRuntime
 from nxd_infer.backends.cpu.encodings import PACKED_ACROSS, PACKED_INT8, PACKED_STORED
 from nxd_infer.backends.cpu.packing import encoded_spec
+from nxd_infer.errors import ArtifactCorruptError
 from nxd_infer.ops import packed
 
 _ALIGNMENT = 64
@@ -47,15 +48,20 @@ class Memory:
 
 
 class PackedWeights:
-    """A rank's packed weights, one copy for the graphs of all buckets: memory for the weights of ``specs`` that have an
-    encoding, in one piece; :meth:`fill` puts them there."""
+    """A rank's packed weights, one copy for the graphs of all buckets, of the weights of ``specs`` that have an
+    encoding: ``mapped`` from a file, which they stay until :meth:`fill` replaces them, or in memory that it fills."""
 
-    def __init__(self, specs: Sequence[WeightSpec], library: Any):
+    def __init__(self, specs: Sequence[WeightSpec], library: Any, mapped: Mapping[str, Tensor]):
         self.specs = {spec.name: spec for spec in specs if spec.encoding}
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors = dict(mapped)
+        self._mapped = set(mapped)
         self._library = library
+        self._make_room([name for name in self.specs if name not in mapped])
+
+    def _make_room(self, names: Iterable[str]) -> None:
+        """Give these memory, in one piece."""
         places, end = {}, 0
-        held = [encoded_spec(spec, spec.encoding) for spec in self.specs.values()]
+        held = [encoded_spec(self.specs[name], self.specs[name].encoding) for name in names]
         for spec in held:
             places[spec.name] = end
             end += -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -66,21 +72,47 @@ class PackedWeights:
             piece = arena[places[spec.name] : places[spec.name] + spec.nbytes]
             self.tensors[spec.name] = piece.view(spec.torch_dtype).view(spec.shape)
 
-    def fill(self, read: Callable[[str], Tensor], names: Iterable[str] | None = None) -> None:
-        """Pack the plain tensors that ``read`` returns, one at a time, over the present ones. Default: all."""
-        for name in self.specs if names is None else names:
-            small = self.specs[name].encoding in (PACKED_INT8, PACKED_STORED)
-            pack = packed.pack_int8 if small else packed.pack
-            plain = read(name).mT if self.specs[name].encoding == PACKED_ACROSS else read(name)
-            pack(plain, out=self.tensors[name], library=self._library)
+    def fill(self, read: Callable[[str], Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+        """Pack the plain tensors that ``read`` returns, one at a time, over the present ones. Return those that have
+        moved: a file's pages, which other processes share, are not written to."""
+        moved = [name for name in names if name in self._mapped]
+        self._make_room(moved)
+        self._mapped.difference_update(moved)
+        for name in names:
+            pack(self.specs[name], read(name), self.tensors[name], self._library)
+        return {name: self.tensors[name] for name in moved}
+
+
+def pack(spec: WeightSpec, plain: Tensor, out: Tensor, library: Any) -> None:
+    """Write ``plain`` in the encoding of ``spec`` into ``out``."""
+    small = spec.encoding in (PACKED_INT8, PACKED_STORED)
+    into = packed.pack_int8 if small else packed.pack
+    into(plain.mT if spec.encoding == PACKED_ACROSS else plain, out=out, library=library)
+
+
+def _mapped(manifest: Manifest, weight_file: Path) -> dict[str, Tensor]:
+    """Return the weights that a rank's file holds packed, where they are. Raises ArtifactCorruptError for another form
+    than their encoding's."""
+    specs = {spec.name: spec for spec in manifest.weights}
+    held = [spec for spec in manifest.packed if spec.name in specs]  # the others are of other stages
+    for spec in held:
+        form = encoded_spec(specs[spec.name], specs[spec.name].encoding)
+        if (spec.dtype, spec.shape, spec.stride) != (form.dtype, form.shape, form.stride):
+            raise ArtifactCorruptError(
+                f"{weight_file.name}: {spec.name!r} is packed as {spec.dtype}{spec.shape}, and {form.encoding!r} of it "
+                f"is {form.dtype}{form.shape}"
+            )
+    return load_weights(weight_file, held)
 
 
 class HostPlacement:
     """States and weights of one rank (``backends.Placement``)."""
 
     def __init__(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime):
-        self._packed = PackedWeights(manifest.weights, packer(manifest, runtime))
-        self._packed.fill(lambda name: load_weights(weight_file, [self._packed.specs[name]])[name])
+        mapped = _mapped(manifest, weight_file)
+        self._packed = PackedWeights(manifest.weights, packer(manifest, runtime), mapped)
+        plainly = [name for name in self._packed.specs if name not in mapped]
+        self._packed.fill(lambda name: load_weights(weight_file, [self._packed.specs[name]])[name], plainly)
         plain = [spec for spec in manifest.weights if not spec.encoding]
         self.weights: dict[str, Any] = {**load_weights(weight_file, plain), **self._packed.tensors}
         self._initial = load_initial_states(weight_file, manifest.states)
@@ -99,11 +131,12 @@ class HostPlacement:
                 self._memory[name].clear()
 
     def replace_weights(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
-        """Packed weights change in place; plain ones are in the new mapping, which the graphs must be given."""
-        self._packed.fill(read, [name for name in names if name in self._packed.specs])
-        plain = {name: read(name) for name in names if name not in self._packed.specs}
-        self.weights.update(plain)
-        return plain
+        """Packed weights change in place, if they are not a file's; plain ones are in the new mapping. What has moved
+        the graphs must be given."""
+        moved = self._packed.fill(read, [name for name in names if name in self._packed.specs])
+        moved |= {name: read(name) for name in names if name not in self._packed.specs}
+        self.weights.update(moved)
+        return moved
 
     def replace_entry(self, name: str, slot: int, entry: Tensor) -> None:
         self.weights[name][slot] = entry

@@ -17,6 +17,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 STORED_DTYPES = frozenset(_NAMES)
 """The dtypes that a safetensors file can hold."""
 
+_LINE = 64
+"""Bytes of a cache line."""
+
+
+def _nbytes(entry: tuple[str, torch.dtype, Sequence[int]]) -> int:
+    return math.prod(entry[2]) * entry[1].itemsize
+
 
 def write_safetensors(
     file: BinaryIO,
@@ -26,17 +33,17 @@ def write_safetensors(
 ) -> None:
     """Write ``tensor(name)`` for each ``(name, dtype, shape)`` to a safetensors file.
 
-    The widest dtypes come first: the format has no gaps, and files are mapped, so a float after three booleans would
-    be misaligned.
+    Whole cache lines come first, then the widest dtypes: the format has no gaps, and files are mapped, so a float after
+    three booleans would be misaligned.
     """
-    entries = sorted(entries, key=lambda entry: -entry[1].itemsize)
+    entries = sorted(entries, key=lambda entry: (_nbytes(entry) % _LINE != 0, -entry[1].itemsize))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in entries:
-        start, end = end, end + math.prod(shape) * dtype.itemsize
+        start, end = end, end + _nbytes((name, dtype, shape))
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # aligns the data to cache lines, as far as sizes allow
+    text += b" " * (-(8 + len(text)) % _LINE)  # aligns the data to cache lines, as far as sizes allow
     file.write(len(text).to_bytes(8, "little") + text)
     for name, _, _ in entries:
         flat = tensor(name).contiguous().reshape(-1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nxd_infer.artifact.manifest import BucketSpec, TensorSpec, WeightSpec
 from nxd_infer.artifact.rank_weights import STATE_PREFIX, file_entries
+from nxd_infer.backends.base import Backend
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.stored import GraphFile, Lowered, write_graph
 from nxd_infer.layout import ParamLayout, layout_of, weight_layout
@@ -116,7 +117,8 @@ def write_rank(
         if not directory.exists():
             write_graph(lowered, directory)
             (directory / CANONICAL_FILE).write_text(lowered.text, encoding="utf-8")
-    _write_weights(traced, states, value, rank_directory(build, rank) / WEIGHTS_FILE)
+    backend = request.backend if request.options.packed else None
+    _write_weights(traced, states, value, rank_directory(build, rank) / WEIGHTS_FILE, backend)
     return TracedRank(
         rank=rank,
         stage=traced.stage,
@@ -129,9 +131,14 @@ def write_rank(
 
 
 def _write_weights(
-    traced: TracedRank, states: Mapping[str, Tensor], value: Callable[[WeightSpec], Tensor], path: Path
+    traced: TracedRank,
+    states: Mapping[str, Tensor],
+    value: Callable[[WeightSpec], Tensor],
+    path: Path,
+    packs: Backend | None,
 ) -> None:
-    """Write the rank's weight file, one tensor in memory at a time: weights by name, states as ``state:<name>``.
+    """Write the rank's weight file, one tensor in memory at a time: weights by name, states as ``state:<name>``. Those
+    that have an encoding are written in it if a backend ``packs`` them.
 
     Order and contents are the same on every run. Raises TraceError for a dtype that the file cannot hold.
     """
@@ -156,11 +163,12 @@ def _write_weights(
                 f"the weight {name!r} has no value of {spec.dtype}{spec.shape}, it is "
                 f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
             )
-        return tensor.detach()
+        return packs.encode(spec, tensor.detach()) if packs is not None and spec.encoding else tensor.detach()
 
+    held = [packs.encoded(spec) if packs is not None and spec.encoding else spec for spec in specs]
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
-        write_safetensors(file, file_entries(specs), checked)
+        write_safetensors(file, file_entries(held), checked)
 
 
 # --- states and layouts -------------------------------------------------------------------------------

@@ -142,6 +142,20 @@ def test_a_checkpoint_is_traced_in_eight_bits_and_verified(model_dir, tmp_path):
     refused(here("verify", out, model_dir, "--tag", "first"), "--checkpoint")
 
 
+def test_a_packed_artifact_answers_with_the_same_tokens_and_verifies(model_dir, tmp_path):
+    options = ("--tp", 2, "--batch-sizes", 1, "--prompt-buckets", 8, "--compiler-args", "nxd_packed=1", *EAGER)
+    answers = []
+    for name, more in (("plain", ()), ("packed", ("--packed",))):
+        done = here("trace", model_dir, *options, *more, "--out", tmp_path / name)
+        assert done.status == 0, done.err
+        answers.append(here("generate", tmp_path / name, "def f", "--json", "--max-tokens", 24).out)
+    assert json.loads(answers[0])["tokens"] and answers[1] == answers[0]
+    done = here("verify", tmp_path / "packed", model_dir)
+    assert done.status == 0, done
+    files = [(tmp_path / name / "weights" / "rank_00.safetensors").read_bytes() for name in ("plain", "packed")]
+    assert len(files[0]) == len(files[1]) and files[0] != files[1]
+
+
 def test_serve_refuses_as_the_others_do(tmp_path):
     """It sets up logging, and would in the process of the tests: in one of its own."""
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxd_infer.ops import expert_linear
 from nxd_infer.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 
 WIDTH, INNER, VOCAB = 32, 48, 64
@@ -94,3 +95,40 @@ def three_of_one_input(m: Any, x: Tensor) -> Tensor:
 
 def with_and_without_a_bias(m: Any, x: Tensor) -> Tensor:
     return torch.cat((m.a(x), F.linear(x, m.b.weight), F.linear(x, m.c.weight)), -1)
+
+
+class Forms(nn.Module):
+    """Weights in bfloat16 of every form that is packed without rounding: of a linear layer, of its transpose, of
+    experts, and one that is stored in eight bits; no size is a multiple of a block's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(45, 33).bfloat16())
+        self.across = nn.Parameter(torch.randn(45, 37).bfloat16())
+        self.experts = nn.Parameter(torch.randn(3, 41, 37).bfloat16())
+        self.stored = nn.Parameter(torch.randint(-128, 128, (35, 41), dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(35, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.linear(x, self.up) @ self.across
+        hidden = expert_linear(hidden, self.experts, torch.arange(x.shape[0]) % 3)
+        return F.linear(hidden, (self.stored.float() * self.scale).to(hidden.dtype))
+
+
+def forms(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Forms()
+
+
+def forms_weights(seed: int = 0) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in forms(seed).state_dict().items()}
+
+
+def chain(seed: int = 0) -> nn.Module:
+    """Two layers that can be two pipeline stages."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(33, 45), nn.Linear(45, 37)).bfloat16()
+
+
+def chain_weights(seed: int = 0) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in chain(seed).state_dict().items()}
