@@ -24,6 +24,7 @@ def run(
     as_json: bool,
     max_tokens: int | None,
     speculate: int | None,
+    draft: str | None,
     allow_kernel: bool | None,
     generation_defaults: bool | None,
     **sampling: Any,
@@ -41,7 +42,8 @@ def run(
             f"{artifact} has no tokenizer.json: put the tokenizer's files into the model's directory and trace again"
         )
 
-    given = {"speculate": speculate, "allow_kernel": allow_kernel, "generation_defaults": generation_defaults}
+    given = {"speculate": speculate, "draft": draft, "allow_kernel": allow_kernel}
+    given |= {"generation_defaults": generation_defaults}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     waiting = nullcontext() if as_json else spinner("loading and answering", aside)
     with waiting, LLM(artifact, **options) as llm:
@@ -66,6 +68,6 @@ def run(
         aside.print(
             f"[{len(answer.token_ids)} tokens, finish reason {answer.finish_reason}]", style="dim", markup=False
         )
-    if speculate and not as_json:
+    if (speculate or draft) and not as_json:
         right = f"[speculation: {stats.accepted_tokens} of {stats.draft_tokens} guessed tokens were right]"
         aside.print(right, style="dim", markup=False)

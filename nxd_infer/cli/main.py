@@ -207,7 +207,9 @@ def serve(
 
 
 @app.command(epilog='Example:  nxd-infer generate ./artifact "The with statement" --max-tokens 64')
-@with_options(command_options(ServerSettings, "speculate", "generation_defaults", "allow_kernel") | _sampler_options())
+@with_options(
+    command_options(ServerSettings, "speculate", "draft", "generation_defaults", "allow_kernel") | _sampler_options()
+)
 def generate(
     artifact: ArtifactDir,
     prompts: Annotated[

@@ -23,6 +23,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.hugging_face.tokenizer import TOKENIZER
 from nxd_infer.runtime.model import parallel_model_load
 from nxd_server.engine.admission import WholeRequest
+from nxd_server.engine.draft_model import check_tokenizers
 from nxd_server.engine.generation_engine import Engine
 from nxd_server.engine.oneshot_engine import OneShotEngine
 from nxd_server.engine.request import (
@@ -112,6 +113,7 @@ class LLM:
         in_process: run degree 1 in this process (default: at degree 1, yes).
         call_timeout, threads_per_rank, expect_digest, allow_kernel: as in ``parallel_model_load``.
         speculate: draft tokens per step, if the artifact was traced for as many; same results, often sooner.
+        draft: the directory of a smaller model's artifact, which makes the draft tokens.
         generation_defaults: without explicit parameters, sample as the model's ``generation_config.json`` says.
         on_progress: called with (done, total, bucket) while graphs run for the first time.
         engine_options: further arguments of Engine or OneShotEngine, such as ``prefill_ratio``.
@@ -130,19 +132,16 @@ class LLM:
         expect_digest: str | None = None,
         allow_kernel: bool = True,
         speculate: int = 0,
+        draft: str | os.PathLike[str] | None = None,
         generation_defaults: bool = True,
         on_progress: Callable[[int, int, str], None] | None = None,
         **engine_options: Any,
     ):
-        self.model = parallel_model_load(
-            artifact_dir,
-            call_timeout=call_timeout,
-            expect_digest=expect_digest,
-            threads_per_rank=threads_per_rank,
-            in_process=in_process,
-            allow_kernel=allow_kernel,
-        )
+        options: dict[str, Any] = {"call_timeout": call_timeout, "in_process": in_process, "allow_kernel": allow_kernel}
+        options |= {"threads_per_rank": threads_per_rank}
+        self.model = parallel_model_load(artifact_dir, expect_digest=expect_digest, **options)
         self.engine: Engine | OneShotEngine | None = None
+        self._draft = None if draft is None else parallel_model_load(draft, **options)
         try:
             self.metadata: dict[str, Any] = self.model.manifest.metadata
             self.task = str(self.metadata.get("task") or "")
@@ -157,9 +156,13 @@ class LLM:
             if self.task == "generate":
                 # The caller waits for complete answers, so prefill as fast as possible, even if it delays decoding.
                 engine_options = {"stall_ratio": math.inf} | engine_options
-                self.engine = Engine(self.model, self.tokenizer, speculate=speculate, **engine_options)
-            elif speculate:
-                raise GenerateOnlyError("speculate", self.task)
+                engine_options |= {"speculate": speculate, "draft": self._draft}
+                self.engine = Engine(self.model, self.tokenizer, **engine_options)
+                if self._draft is not None:
+                    check_tokenizers(self.model.artifact, self._draft.artifact)
+                    self._draft.start()
+            elif speculate or draft is not None:
+                raise GenerateOnlyError("speculate" if speculate else "draft", self.task)
             else:
                 self.engine = OneShotEngine(self.model, **engine_options)
                 if self.task in ("embed", "classify") and self.tokenizer is not None:
@@ -175,6 +178,8 @@ class LLM:
         if self.engine is not None:
             self.engine.close()
         self.model.close()
+        if self._draft is not None:
+            self._draft.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -219,6 +219,12 @@ class ServerSettings:
     speculate: int = setting(
         GENERATION, 0, "Draft tokens to verify in one step; at most as many as the artifact was traced for.", minimum=0
     )
+    draft: str | None = setting(
+        GENERATION,
+        None,
+        "Artifact of a smaller model that makes the draft tokens, by default as many as the model was traced for.",
+        check=not_empty,
+    )
     stall_ratio: float = setting(
         GENERATION,
         4.0,

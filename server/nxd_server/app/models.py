@@ -17,7 +17,7 @@ from nxd_server.threads import at_once
 
 OF_ONE = ("served_model_name", "expect_digest")
 """Settings of one model, which several cannot share."""
-OF_GENERATORS = ("lora", "speculate", "chat_template")
+OF_GENERATORS = ("lora", "speculate", "draft", "chat_template")
 """Settings that only models that generate have; of several models, the others go without."""
 
 
@@ -96,6 +96,8 @@ def plan(given: Sequence[str], settings: ServerSettings) -> list[functools.parti
 
     Raises SettingsError for settings that do not go with several models, and as :func:`prepare` and the reader do.
     """
+    if settings.draft is not None:
+        settings = dataclasses.replace(settings, draft=str(prepare(settings.draft, settings)))
     artifacts: dict[Path, list[str]] = {}
     for word in given:
         name, source = _parts(word)
@@ -132,7 +134,7 @@ def plan(given: Sequence[str], settings: ServerSettings) -> list[functools.parti
             if name in taken:
                 raise SettingsError(f"{taken[name]} and {artifact} are both named {name!r}: give NAME={artifact}")
             taken[name] = artifact
-        none = {} if artifact in generating else {"lora": [], "speculate": 0, "chat_template": None}
+        none = {} if artifact in generating else {"lora": [], "speculate": 0, "draft": None, "chat_template": None}
         own = dataclasses.replace(settings, served_model_name=names, **none)
         services.append(functools.partial(Service, artifact, own, ranks=ranks))
     return services

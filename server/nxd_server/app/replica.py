@@ -33,6 +33,7 @@ class Replica:
     def __init__(self, service: Service, index: int):
         self.index = index
         self.model: RankModel | None = None
+        self.draft: RankModel | None = None
         self.engine: Engine | OneShotEngine | None = None
         self.encoder: TextEncoder | None = None
         """Of an encoder of texts, once there is an engine."""
@@ -62,16 +63,18 @@ class Replica:
     def _load(self) -> None:
         begin = time.monotonic()
         service = self._service
-        model = service.make_model()
+        model, draft = service.make_model(), service.make_draft()
         with self._lock:
-            self.model = model
+            self.model, self.draft = model, draft
             if self._closing:
                 return
         model.start()
+        if draft is not None:
+            draft.start()
         service.wait_text(model)
         if self._closing:
             return
-        self.engine = worker = service.make_engine(model)
+        self.engine = worker = service.make_engine(model, draft)
         self.encoder = service.make_encoder(worker)  # it needs an engine
         worker.start(on_progress=self._progress)
         gc.freeze()  # with torch loaded, a full collection stopped every thread for 0.2 s
@@ -116,11 +119,11 @@ class Replica:
         """End it; running requests fail. The ranks have exited when this returns."""
         with self._lock:
             self._closing = True
-        worker, model = self.engine, self.model
+        worker, models = self.engine, [one for one in (self.model, self.draft) if one is not None]
         starting = worker is None or worker.state in ("starting", "recovering", "failed")
         if worker is not None:
             worker.close(0.0 if starting else 5.0)
-        if model is not None:
+        for model in models:
             model.close()  # only this ends a start that the engine's thread may be waiting for
         if worker is not None:
             worker.close(5.0)

@@ -100,9 +100,10 @@ class Service:
         self._draining = False
         self._spawned = threading.Event()
         self._verifying = threading.Lock()
-        self._verified = False
+        self._unverified: list[LoadedArtifact] = []
         self._changing = threading.Lock()
         self._artifact: LoadedArtifact | None = None
+        self._draft: LoadedArtifact | None = None
         self._manifest: Manifest | None = None
         self._tokenizer: Tokenizer | None = None
         self._text: Future[None] = Future()
@@ -148,6 +149,7 @@ class Service:
         artifact.check_kernel(settings.allow_kernel)
         self._artifact, self._manifest = artifact, artifact.manifest
         self._check_task()
+        self._unverified = [artifact, *([self._draft] if self._draft is not None else [])]
         degree, copies = artifact.manifest.world_size, len(self.replicas)
         which = f" of each of {copies} copies" if copies > 1 else ""
         self.stage = f"starting {degree} rank{'s' if degree > 1 else ''}{which}"
@@ -171,7 +173,7 @@ class Service:
                 f"replicas = {settings.replicas}: this model keeps a state from call to call, so it has one copy"
             )
         if self.task != "generate":
-            for name in ("lora", "speculate", "chat_template"):
+            for name in ("lora", "speculate", "draft", "chat_template"):
                 if getattr(settings, name):
                     raise GenerateOnlyError(name, self.task)
             return
@@ -180,8 +182,14 @@ class Service:
                 f"lora = {','.join(settings.lora)!r}: this artifact has no slots for adapters; trace the model again "
                 "with --lora-slots"
             )
-        if settings.speculate:
-            check_speculate(self.metadata, settings.speculate)
+        if settings.speculate or settings.draft:
+            check_speculate(self.metadata, settings.speculate or 1)
+        if settings.draft is not None:
+            from nxd_server.engine.draft_model import check_draft, check_tokenizers
+
+            self._draft = load_artifact(settings.draft, later=True)
+            check_draft(self.manifest, self._draft.manifest)
+            check_tokenizers(self._loaded, self._draft)
 
     def _read_text(self, artifact: LoadedArtifact) -> None:
         """Read the tokenizer and the chat template that the manifest lists."""
@@ -231,12 +239,16 @@ class Service:
         assert self._artifact is not None, "the manifest is read first"
         return self._artifact
 
-    def make_model(self) -> RankModel:
-        """Return a model of the artifact, whose files may not be hashed yet.
+    def make_draft(self) -> RankModel | None:
+        """Return a model that makes drafts for another of :meth:`make_model`, whose cores it shares, if one is set."""
+        return None if self._draft is None else self.make_model(self._draft)
+
+    def make_model(self, artifact: LoadedArtifact | None = None) -> RankModel:
+        """Return a model of the artifact (default: the one that is served), whose files may not be hashed yet.
 
         The engine for generation makes no tensors, so its server does not import torch, and hashes while the ranks do.
         """
-        artifact, settings = self._loaded, self.settings
+        artifact, settings = artifact or self._loaded, self.settings
         manifest = artifact.manifest
         options: dict[str, Any] = {name: getattr(settings, name) for name in ("call_timeout", "start_timeout")}
         ranks = self._ranks or manifest.world_size * len(self.replicas)
@@ -245,9 +257,9 @@ class Service:
         def before_load() -> None:
             self._spawned.set()
             with self._verifying:  # one copy does it, the others wait
-                if not self._verified:
-                    artifact.verify()
-                self._verified = True
+                while self._unverified:
+                    self._unverified[0].verify()
+                    del self._unverified[0]
 
         if self.task == "generate" and takes_arrays(manifest):
             model = RankModel(artifact, before_load=before_load, threads_per_rank=threads, **options)
@@ -259,7 +271,7 @@ class Service:
         model.bounds.patient = True  # its replica watches the first step, which may be slow
         return model
 
-    def make_engine(self, model: RankModel) -> Engine | OneShotEngine:
+    def make_engine(self, model: RankModel, draft: RankModel | None = None) -> Engine | OneShotEngine:
         """Return an engine for ``model``, with the adapters of the settings."""
         settings = self.settings
         options: dict[str, Any] = {
@@ -272,7 +284,7 @@ class Service:
         if self.task != "generate":
             return engine.OneShotEngine(cast("TensorParallelModel", model), **options)
         options |= {name: getattr(settings, name) for name in ("stall_ratio", "speculate", "prefix_caching")}
-        worker = engine.Engine(model, self._tokenizer, **options)
+        worker = engine.Engine(model, self._tokenizer, draft=draft, **options)
         worker.adapters.taken_names = self.model_names
         for name, _, path in (word.partition("=") for word in settings.lora):
             worker.adapters.load(name, path)

@@ -22,6 +22,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.runtime.rank_model import RankModel
 from nxd_server.engine.adapter_slots import Adapters
 from nxd_server.engine.admission import WholeRequest, check_timeout
+from nxd_server.engine.draft_model import DraftModel, DraftSpeculation
 from nxd_server.engine.engine_core import EngineCore, EngineStats
 from nxd_server.engine.request import (
     ErrorEvent,
@@ -43,7 +44,7 @@ from nxd_server.engine.request import (
 )
 from nxd_server.engine.sampling_params import Sampler, SamplingParams, sampler_of
 from nxd_server.engine.scheduler import UNKNOWN, Row, Scheduler, Step
-from nxd_server.engine.speculation import Speculation, split_graphs
+from nxd_server.engine.speculation import Speculation, check_speculate, split_graphs
 from nxd_server.engine.step_runner import FATAL, Graph, StepCosts, Tensors
 from nxd_server.engine.step_tensors import StepInputs, StepOutputs, check_buckets, tokens_input
 from nxd_server.errors import DeadlineExceededError, GenerationError, RequestError
@@ -67,18 +68,22 @@ class Engine(EngineCore):
         prefill_ratio: float = 4.0,
         stall_ratio: float = 4.0,
         speculate: int = 0,
+        draft: RankModel | None = None,
         prefix_caching: bool = True,
         costs: Mapping[str, float] | None = None,
+        draft_costs: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         **core: Any,
     ):
         """``model`` is a RankModel or a TensorParallelModel. Without a tokenizer, events carry no text and stop strings
         are rejected. ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: most
-        guesses per step; ``prefix_caching``: a prompt is not computed as far as a free slot holds it. ``costs``:
-        seconds by graph, used instead of measurements so that every run chooses the same steps; ``clock`` times the
-        requests' timeouts; ``core``: the options of :class:`EngineCore`.
+        guesses per step; ``draft``: the model that makes them, of which the caller owns the ranks, too (``speculate``
+        is then by default what the artifact was traced for); ``prefix_caching``: a prompt is not computed as far as a
+        free slot holds it. ``costs``, ``draft_costs``: seconds by graph, used instead of measurements so that every run
+        chooses the same steps; ``clock`` times the requests' timeouts; ``core``: the options of :class:`EngineCore`.
 
-        Raises ModelConfigError if the artifact is not one for generation, or was not traced to verify guesses.
+        Raises ModelConfigError if the artifact is not one for generation, or was not traced to verify guesses, and for
+        a draft that does not go with it.
         """
         manifest = model.manifest
         meta = manifest.metadata
@@ -103,6 +108,8 @@ class Engine(EngineCore):
         shapes = {bucket.name: tokens_input(bucket).shape for bucket in manifest.buckets}
         single = min(shape[1] for shape in shapes.values()) == 1
         self._scores_prompts = single and "allowed" in self._input_names and not self._encodes_prompts
+        if draft is not None:
+            speculate = speculate or check_speculate(meta, 1)
         graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
         step_costs = StepCosts([*graphs, *verifying], costs)  # verifying graphs only if speculating
         super().__init__(model, step_costs, self.slots, **core)
@@ -118,7 +125,11 @@ class Engine(EngineCore):
             groups=manifest.pp_degree,
             prefix_caching=prefix_caching,
         )
+        self._draft = None
         self._speculation = Speculation(verifying, speculate, step_costs)
+        if draft is not None:
+            self._draft = DraftModel(draft, manifest, self.restarts.another(), draft_costs)
+            self._speculation = DraftSpeculation(self._draft, verifying, speculate, step_costs)
         self._inputs = {bucket.name: StepInputs(bucket, self.slots, model.arrays) for bucket in manifest.buckets}
         self.depth = steps_in_flight(model, self._speculation.active)
         """Most steps in flight."""
@@ -486,6 +497,18 @@ class Engine(EngineCore):
 
     def _warmed(self) -> None:
         self._scheduler.slots.forget()  # the ranks are new
+        if self._draft is not None and self.state == "starting":
+            self._draft.warm_up()
+
+    def _idle(self, openings: int) -> None:
+        super()._idle(openings)
+        if self._draft is not None and not self._has_news():
+            self._draft.when_idle(self._idle_probe)
+
+    def close(self, timeout: float = 60.0) -> None:
+        if self._draft is not None:
+            self._draft.close()
+        super().close(timeout)
 
     def _padding_inputs(self, name: str) -> Tensors:
         inputs = self._inputs[name]

@@ -49,6 +49,10 @@ class RankRestarts:
         self._latest = 0.0
         self._attempt = 0
 
+    def another(self) -> RankRestarts:
+        """Return the same limit for other ranks."""
+        return RankRestarts(self._limit, self._window)
+
     def refusal(self, excused: bool) -> str:
         """Return why the ranks may not be restarted now, with the fix; "" if they may."""
         if self._limit == 0:

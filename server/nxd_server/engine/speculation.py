@@ -2,7 +2,7 @@
 
 Prompt lookup guesses that the tokens that followed the last few tokens earlier in the text follow them again. Answers
 that quote, edit, summarise or repeat themselves repeat their context; this drafting needs no model. Source: "Prompt
-Lookup Decoding", Apoorv Saxena, 2023.
+Lookup Decoding", Apoorv Saxena, 2023. A draft model guesses in :mod:`nxd_server.engine.draft_model`.
 
 A verifying step reads the weights once for several tokens per row. After every guess it draws the token that a
 separate step would draw there, from the same seed and position. A guess is accepted if it equals that token, so
@@ -53,15 +53,31 @@ def check_speculate(metadata: dict[str, Any], speculate: int) -> int:
     return traced
 
 
-class Lookup:
+class Acceptance:
+    """How often guesses are right, learnt from those of late."""
+
+    def __init__(self, rate: float = 0.5):
+        self.rate = rate
+        """The acceptance rate of recent guesses whose predecessors were accepted."""
+
+    def learn(self, right: int, tried: int, weight: float = RECENT) -> None:
+        """Record that of ``tried`` guesses the first ``right`` were accepted; those after a wrong guess are ignored."""
+        for place in range(min(right + 1, tried)):
+            self.rate += weight * ((place < right) - self.rate)
+
+    def expected(self, count: int) -> float:
+        """Return the expected number of accepted guesses out of ``count``: each needs all earlier ones to be right."""
+        return sum(self.rate ** (place + 1) for place in range(count))
+
+
+class Lookup(Acceptance):
     """The n-gram index of one sequence, prompt and answer. Extending and drafting are O(1) per token."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.tokens: list[int] = []
         self._next: dict[tuple[int, ...], int] = {}
         """The position after the latest occurrence of an n-gram, except one at the end of the text."""
-        self.acceptance = 0.5
-        """The acceptance rate of recent guesses whose predecessors were accepted."""
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
@@ -80,15 +96,6 @@ class Lookup:
             if place is not None:
                 return tuple(text[place + i % (len(text) - place)] for i in range(count))
         return ()
-
-    def learn(self, right: int, tried: int) -> None:
-        """Record that of ``tried`` guesses the first ``right`` were accepted; those after a wrong guess are ignored."""
-        for place in range(min(right + 1, tried)):
-            self.acceptance += RECENT * ((place < right) - self.acceptance)
-
-    def expected(self, count: int) -> float:
-        """Return the expected number of accepted guesses out of ``count``: each needs all earlier ones to be right."""
-        return sum(self.acceptance ** (place + 1) for place in range(count))
 
 
 class Speculation:
@@ -122,13 +129,25 @@ class Speculation:
             self._passed += 1
             if self._passed % RETRY:
                 return replace(step, rows=tuple(rows))  # keep the guesses, to learn from them, but do not feed them
-        rows = [replace(row, length=1 + len(row.draft)) for row in rows]
+        return self.verifying(graph, rows)
+
+    def verifying(self, graph: Graph, rows: Iterable[Row]) -> Step:
+        """Return the step that feeds the guesses of ``rows``."""
+        rows = tuple(replace(row, length=1 + len(row.draft)) for row in rows)
         self.drafted += sum(len(row.draft) for row in rows)
-        return Step("decode", graph, tuple(rows))
+        return Step("decode", graph, rows)
 
     def lookup(self, sequence: Generated) -> Lookup:
         """Return the n-gram index of ``sequence``, which lives as long."""
         return self._lookups.setdefault(sequence, Lookup())
+
+    def acceptance(self, sequence: Generated) -> Acceptance:
+        """Return what is known of the guesses for ``sequence``."""
+        return self.lookup(sequence)
+
+    def learn(self, row: Row, right: int, tried: int) -> None:
+        """Take note that of ``tried`` guesses in ``row`` the first ``right`` were accepted."""
+        self.acceptance(row.sequence).learn(right, tried)
 
     def _draft(self, sequence: Generated, lookup: Lookup) -> tuple[int, ...]:
         count = room(sequence, self._tokens)
@@ -145,7 +164,7 @@ class Speculation:
         right, tried = 0, max(1, row.length - 1)  # a guess that was not fed is compared with the next token
         while right < tried and row.draft[right] == tokens[right]:
             right += 1
-        self.lookup(row.sequence).learn(right, tried)
+        self.learn(row, right, tried)
         if row.length == 1:
             return row
         self.accepted += right

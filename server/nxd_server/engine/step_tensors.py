@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -54,8 +54,9 @@ def check_buckets(buckets: list[BucketSpec]) -> None:
 class StepInputs:
     """The input buffers of one bucket. Padding rows point to the scratch block, at position 0, with one token."""
 
-    def __init__(self, bucket: BucketSpec, scratch: int, arrays: bool):
-        """``arrays``: the model takes NumPy arrays (:class:`InputBlock`); else torch tensors over the same memory."""
+    def __init__(self, bucket: BucketSpec, scratch: int, arrays: bool, left: Collection[str] = ()):
+        """``arrays``: the model takes NumPy arrays (:class:`InputBlock`); else torch tensors over the same memory.
+        ``left``: inputs that keep their defaults, whatever requests ask for."""
         self._scratch = scratch
         # Any input in neither set has a default, see check_buckets.
         known = [spec for spec in bucket.inputs if spec.name in STEP_INPUTS or spec.name in SAMPLER_DEFAULTS]
@@ -72,7 +73,8 @@ class StepInputs:
         for spec in known:
             default = spec.default if spec.default is not None else SAMPLER_DEFAULTS.get(spec.name, 0)
             self._arrays[spec.name][...] = default
-        self._defaults = {name: SAMPLER_DEFAULTS[name] for name in self._arrays if name in SAMPLER_DEFAULTS}
+        written = self._arrays.keys() & SAMPLER_DEFAULTS.keys() - set(left)
+        self._defaults = {name: SAMPLER_DEFAULTS[name] for name in self._arrays if name in written}
         self.batch = self._arrays["tokens"].shape[0]
         columns = [_Column(spec, self._arrays[spec.name]) for spec in known if spec.name in STEP_INPUTS]
         self._columns = {column.spec.name: column for column in columns}

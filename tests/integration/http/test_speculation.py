@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 
 import pytest
 from typer.testing import CliRunner
@@ -11,8 +13,11 @@ from typer.testing import CliRunner
 from nxd_infer.cli.main import app
 from nxd_server.app.run import serve
 from nxd_server.settings import load_settings
-from tests.support.http.http_artifacts import LLAMA, greedy_texts, real_server, trace_tiny
-from tests.support.http.http_servers import events_of, logged
+from tests.support.http.http_artifacts import LLAMA, ONE_LAYER, PROMPTS, greedy_texts, real_server, trace_tiny
+from tests.support.http.http_servers import events_of, logged, wait_for
+from tests.support.http.load import TOKENS, Load, rank_pids
+from tests.support.processes import descendants, name_of
+from tests.support.tiny_models import write_tiny
 
 PROMPT = "the with for the with for the with for the with"
 SAME = {"7": 100}
@@ -82,3 +87,69 @@ def test_more_than_was_traced_is_refused_with_the_fix(artifact, capfd):
         assert serve(artifact, load_settings(port=0, **settings)) == 1
         told = logged(capfd, words)
         assert told.count(words) == 1 and "starting" not in told
+
+
+# --- a draft model ---
+
+
+@pytest.fixture(scope="module")
+def guessing(artifact):
+    """A server whose draft is the model itself: every guess is right, and none pays but in a trial."""
+    with real_server(artifact, "--draft", str(artifact)) as server:
+        yield server
+
+
+def test_with_a_draft_answers_are_the_models_own_whether_greedy_or_drawn(artifact, guessing):
+    prompts, drawn = PROMPTS[:4], {"temperature": 0.9, "seed": 11, "top_p": 0.95}
+    texts = greedy_texts(artifact.parent / "model", prompts, 60)
+    plain = {"max_tokens": 60, "ignore_eos": True}
+    with real_server(artifact) as alone:
+        expected = alone.post("/v1/completions", {"prompt": prompts, **plain, **drawn}).json()["choices"]
+
+    def ask(**more):
+        return guessing.post("/v1/completions", {"prompt": prompts, **plain, **more}).json()["choices"]
+
+    for _ in range(2):  # what an answer before has left in the slots changes nothing
+        assert [choice["text"] for choice in ask(temperature=0)] == [texts[prompt] for prompt in prompts]
+        assert [choice["text"] for choice in ask(**drawn)] == [choice["text"] for choice in expected]
+    guessed = guessing.metric("nxd_spec_decode_num_draft_tokens_total")
+    assert guessing.metric("nxd_spec_decode_num_accepted_tokens_total") == guessed > 0
+    assert len(rank_pids(guessing)) == 1, "its health is the model's"
+
+
+def test_a_draft_killed_under_load_changes_no_answer_and_comes_back(artifact, guessing):
+    texts = greedy_texts(artifact.parent / "model", PROMPTS, TOKENS)
+    ranks = {pid for pid in descendants(guessing.process.pid) if name_of(pid) == "nxd rank 0"}
+    (pid,) = ranks - {*rank_pids(guessing)}
+    with Load(guessing, texts) as load:
+        wait_for(lambda: len(load.answers) > 10)
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: "the draft model guesses again" in guessing.log)
+        seen = len(load.answers)
+        wait_for(lambda: len(load.answers) > seen + 20)
+    assert not load.refused and not load.cut and not load.wrong
+    assert "answers go on without it" in guessing.log and guessing.metric("nxd_engine_restarts_total") == 0
+    assert guessing.stop() == 0 and not descendants(guessing.process.pid)
+
+
+def test_generate_takes_a_draft(artifact):
+    asked = ("generate", artifact, PROMPT, "--max-tokens", 50)
+    told = command(*asked, "--draft", artifact, "--temperature", 0.7, "--seed", 2).output
+    assert re.search(r"\[speculation: (\d+) of \1 guessed tokens were right\]", told), told
+
+
+def test_a_draft_with_another_vocabulary_is_refused_before_the_ranks_are_there(artifact, tmp_path, capfd):
+    model = write_tiny("llama", tmp_path / "model", **ONE_LAYER)
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(tokenizer))
+    sizes = ("--batch-sizes", "4", "--prompt-buckets", "16", "--max-len", "64")
+    assert command("trace", model, "--out", tmp_path / "other", *sizes).exit_code == 0
+    words = "has another vocabulary than"
+    assert serve(artifact, load_settings(port=0, draft=str(tmp_path / "other"))) == 1
+    told = logged(capfd, words)
+    assert told.count(words) == 1 and "give a model with the same tokenizer" in told and "starting" not in told
+    assert serve(artifact, load_settings(port=0, draft=str(tmp_path / "nothing"))) == 1
+    assert "nothing is missing" in logged(capfd, "nothing is missing")

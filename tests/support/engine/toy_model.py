@@ -151,13 +151,14 @@ class Toy:
 
 class ToyModel(Toy):
     """With ``prompt_rows``, a graph has so many rows more than slots, and rows of one token may share a slot. With
-    ``ahead``, it takes arrays, and a second step before the first one's result is taken."""
+    ``ahead``, it takes arrays, and a second step before the first one's result is taken. With ``speculate``, graphs
+    verify so many guesses."""
 
     ahead = False
 
     def __init__(
         self, slots=4, max_len=64, prompt_buckets=(8, 16), batch_sizes=(1, 2, 4), delay=0.0, omit=(), lora_slots=0,
-        prompt_rows=0, ahead=None, sampling_defaults=None,
+        prompt_rows=0, ahead=None, sampling_defaults=None, speculate=0,
     ):  # fmt: skip
         super().__init__(delay)
         ahead = self.ahead if ahead is None else ahead
@@ -166,6 +167,7 @@ class ToyModel(Toy):
         self.most_begun = 0
         self.slots, self.max_len = slots, max_len
         shapes = {f"decode_b{b}": (b, 1) for b in batch_sizes} | {f"prefill_s{s}": (1, s) for s in prompt_buckets}
+        shapes |= {f"verify_b{b}": (b, speculate + 1) for b in batch_sizes if speculate}
         if prompt_rows:
             shapes[f"mixed_b{slots + prompt_rows}"] = (slots + prompt_rows, 1)
         self.manifest = Manifest(
@@ -178,6 +180,7 @@ class ToyModel(Toy):
                 "prompt_buckets": list(prompt_buckets), "batch_sizes": list(batch_sizes), "dtype": "float32",
                 "eos_token_ids": list(EOS), "bos_token_id": 0, "top_logprobs": TOP, "bias_slots": 4,
                 "model_name": "toy", "lora": {"slots": lora_slots}, "rows_share_slots": prompt_rows > 0,
+                "speculate": speculate,
                 "sampling_defaults": sampling_defaults or {},
             },
         )  # fmt: skip
@@ -228,8 +231,9 @@ class ToyModel(Toy):
         assert shared or len(set(real)) == len(real), f"two rows share a slot: {slots}"
         if real:
             self.steps.append((bucket.name, real))
-        token, logprob = np.zeros((batch, 1), np.int64), np.zeros((batch, 1), "f4")
-        top_ids, top = np.zeros((batch, 1, TOP), np.int64), np.zeros((batch, 1, TOP), "f4")
+        places = size if bucket.name.startswith("verify") else 1  # of a row that have an output
+        token, logprob = np.zeros((batch, places), np.int64), np.zeros((batch, places), "f4")
+        top_ids, top = np.zeros((batch, places, TOP), np.int64), np.zeros((batch, places, TOP), "f4")
         for row, slot in enumerate(slots):
             start, length = int(arrays["start"][row]), int(arrays["length"][row])
             assert 1 <= length <= size and start >= 0 and start + length <= self.max_len
@@ -242,15 +246,19 @@ class ToyModel(Toy):
             self.cache[self.slots, : size - length] = arrays["tokens"][row, length:][: self.max_len]
         for row, slot in enumerate(slots):
             start, length = int(arrays["start"][row]), int(arrays["length"][row])
-            raw = logits_of(self.cache[slot, : start + length], self.weights)
-            chosen = self._sample(raw, arrays, row, start + length)
-            logs = raw - np.log(np.exp(raw).sum())
-            order = np.argsort(-logs)[:TOP]
-            token[row, 0], logprob[row, 0] = chosen, logs[chosen]
-            self.last[slot] = chosen
-            top_ids[row, 0], top[row, 0] = order, logs[order]
+            for place, end in enumerate(range(start + 1, start + length + 1) if places > 1 else [start + length]):
+                raw = self.logits(self.cache[slot, :end])
+                chosen = self._sample(raw, arrays, row, end)
+                logs = raw - np.log(np.exp(raw).sum())
+                order = np.argsort(-logs)[:TOP]
+                token[row, place], logprob[row, place] = chosen, logs[chosen]
+                self.last[slot] = chosen
+                top_ids[row, place], top[row, place] = order, logs[order]
         outputs = {"token": token, "logprob": logprob, "top_ids": top_ids, "top_logprobs": top}
         return outputs if self.arrays else _tensors(outputs)
+
+    def logits(self, prefix):
+        return logits_of(prefix, self.weights)
 
     def _sample(self, raw, arrays, row, position):
         logits = raw
@@ -306,11 +314,12 @@ def _bucket(name, batch, size, omit, ahead):
         for key, (default, *tensor) in optional.items()
         if key not in omit
     ]
+    places = size if name.startswith("verify") else 1
     outputs = [
-        _spec(OutputSpec, "token", i64, batch, 1),
-        _spec(OutputSpec, "logprob", f32, batch, 1),
-        _spec(OutputSpec, "top_ids", i64, batch, 1, TOP),
-        _spec(OutputSpec, "top_logprobs", f32, batch, 1, TOP),
+        _spec(OutputSpec, "token", i64, batch, places),
+        _spec(OutputSpec, "logprob", f32, batch, places),
+        _spec(OutputSpec, "top_ids", i64, batch, places, TOP),
+        _spec(OutputSpec, "top_logprobs", f32, batch, places, TOP),
     ]
     return BucketSpec(name=name, inputs=inputs, outputs=outputs, graphs=["toy"])
 

@@ -82,10 +82,10 @@ def test_what_was_right_is_kept_up_to_the_first_difference(tokens, kept):
     speculation = Speculation([VERIFYING], 4, {PLAIN.name: 1.0, VERIFYING.name: 1.0})  # pyright: ignore[reportArgumentType]
     fed = speculation.put(decode_step([7] * 9))
     lookup = speculation.lookup(fed.rows[0].sequence)
-    before = lookup.acceptance
+    before = lookup.rate
     row = speculation.settle(fed.rows[0], tokens)
     assert row.length == kept and (speculation.drafted, speculation.accepted) == (4, kept - 1)
-    assert (lookup.acceptance > before) == (kept > 1)
+    assert (lookup.rate > before) == (kept > 1)
 
 
 @pytest.mark.parametrize(
