@@ -231,5 +231,9 @@ class WeightSchemaError(ArtifactError, ValueError):
     """Weights do not match the schema that the graphs were traced with; lists the differences."""
 
 
+class MemoryBudgetError(NxdError, RuntimeError):
+    """What is to be loaded does not fit into the memory that it may use; the message shows the sum."""
+
+
 class AdapterError(NxdError, ValueError):
     """A LoRA adapter does not fit the model's slots; nothing has changed."""

@@ -163,6 +163,8 @@ class Backend(Protocol):
     name: str
     native: bool = False
     """Whether its graphs call this package's native operators and read packed weights."""
+    lazy_states: bool = False
+    """Whether a part of a state takes memory only once it is written, such as an unused slot of a cache."""
     one_process: bool = False
     """Whether one process runs all ranks, with the backend's own collectives; else each rank has its own process."""
     one_program: bool = False

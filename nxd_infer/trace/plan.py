@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from nxd_infer.graph.export import named_inputs
 from nxd_infer.graph.returned import key_text
 from nxd_infer.layout.shard import READ_BYTES
 from nxd_infer.pipeline.partition import describe_partition
-from nxd_infer.trace.options import TraceOptions
+from nxd_infer.runtime.memory_plan import activation_bytes, process_bytes, rows_of
 from nxd_infer.trace.ranks.from_checkpoint import build_without_weights
 from nxd_infer.trace.ranks.stages import stage_cuts
 from nxd_infer.trace.ranks.traced import Built
@@ -24,8 +25,6 @@ from nxd_infer.util.units import size
 
 # Memory, measured on Linux (torch 2.13, g++ 12) as private and shared memory without file pages, with Llamas of
 # 2, 16 and 28 layers; ``python -m bench trace`` measures again, and fails if a plan is off by more than 10 %.
-SERVE_BYTES = 350 << 20
-"""A rank process besides weights and states."""
 PROGRAM_BYTES = 230 << 20
 """A process that has imported what a trace needs, if the system does not report the size of this one."""
 EXPORTER_BYTES = 31 << 20
@@ -67,6 +66,10 @@ class TracePlan:
     """Per tensor parallel rank, over all its pipeline stages."""
     state_bytes: int | None = None
     """Likewise."""
+    held_bytes: int | None = None
+    """Of the weights once they are loaded, likewise: fewer than ``weight_bytes`` if they are quantized."""
+    working_bytes: int = 0
+    """Activations of the largest bucket, likewise."""
     program_bytes: int = 0
     """Memory that this process already holds."""
     tensors: int = 0
@@ -104,9 +107,19 @@ class TracePlan:
     @property
     def serve_bytes(self) -> int | None:
         """Estimated memory of all ranks once loaded."""
-        if self.weight_bytes is None:
+        if self.held_bytes is None:
             return None
-        return self.tp_degree * (self.pp_degree * SERVE_BYTES + self.weight_bytes + (self.state_bytes or 0))
+        tensors = self.held_bytes + (self.state_bytes or 0) + self.working_bytes
+        return process_bytes(self.tp_degree * self.pp_degree) + self.tp_degree * tensors
+
+    def _parts(self) -> list[tuple[str, str]]:
+        """What the memory of serving consists of, over all ranks."""
+        if self.held_bytes is None:
+            return []
+        of_ranks = {"weights": self.held_bytes, "states": self.state_bytes or 0, "activations": self.working_bytes}
+        parts = {name: self.tp_degree * count for name, count in of_ranks.items()}
+        parts["processes"] = process_bytes(self.tp_degree * self.pp_degree)
+        return [(f"  {name}", size(count)) for name, count in parts.items()]
 
     def table(self) -> str:
         """Return the plan as text."""
@@ -124,6 +137,7 @@ class TracePlan:
             ("states per rank", told(self.state_bytes, divided)),
             ("peak memory, tracing", told(self.trace_peak_bytes, "about {}")),
             ("memory, serving", told(self.serve_bytes, "about {}")),
+            *self._parts(),
         ]
         width = max(len(name) for name, _ in rows)
         lines = ["plan", *(f"  {name:<{width}}  {value}" for name, value in rows)]
@@ -146,6 +160,7 @@ def make_plan(request: TraceRequest) -> TracePlan:
     options, backend = request.options, request.backend
     built = None if request.loader is None else build_without_weights(request)
     buckets = []
+    tokens = 0
     for bucket in request.buckets:
         if built is None:
             leaves = pytree.tree_flatten_with_path(bucket.example)[0]
@@ -153,11 +168,14 @@ def make_plan(request: TraceRequest) -> TracePlan:
         else:
             where = f"example_inputs of bucket {bucket.name!r}"
             inputs, _ = named_inputs(built[bucket.index].module, bucket.example, where)
+            roles = getattr(built[bucket.index].module, "nxd_inputs", {})
+            told = [(tensor.shape, roles.get(name, {}).get("role")) for name, tensor in inputs.items()]
+            tokens = max(tokens, rows_of(told))
         shown = (f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}" for name, tensor in inputs.items())
         buckets.append(PlannedBucket(bucket.name, tuple(shown)))
     notes = []
     if options.quantize is not None:
-        notes.append(f"note: linear layers keep their weights in {options.quantize}: serving needs less than this")
+        notes.append(f"note: linear layers keep their weights in {options.quantize} in memory, not in the artifact")
     if ignored := " ".join(request.ignored_arguments):
         notes.append(f"note: the {backend.name} backend ignores what is for the Neuron compiler: {ignored}")
     return TracePlan(
@@ -169,22 +187,38 @@ def make_plan(request: TraceRequest) -> TracePlan:
         program_bytes=held_memory() or PROGRAM_BYTES,
         builders=native.builders() if backend.native else 0,
         notes=tuple(notes),
-        **({} if built is None else _sizes(options, built)),
+        **({} if built is None else _sizes(request, built, tokens)),
     )
 
 
-def _sizes(options: TraceOptions, built: list[Built]) -> dict[str, Any]:
+def _sizes(request: TraceRequest, built: list[Built], tokens: int) -> dict[str, Any]:
+    options = request.options
+    form = request.backend.quantizations[options.quantize] if options.quantize else None
     states: dict[str, int] = {}
     weights: dict[str, int] = {}
+    shapes: dict[str, Sequence[int]] = {}
+    held: dict[str, int] = {}
     for one in {id(one): one for one in built}.values():
         for name, tensor in (*one.module.named_parameters(), *one.module.named_buffers()):
             (states if name in one.states else weights)[name] = tensor.numel() * tensor.element_size()
+            if name in weights:
+                shapes[name] = tensor.shape
+                owner = one.module.get_submodule(name.rpartition(".")[0])
+                linear = tensor.dim() > 1 and tensor.is_floating_point() and not hasattr(owner, "num_embeddings")
+                held[name] = form.nbytes(tensor.shape) if form is not None and linear else weights[name]
     module = built[0].module
     costs = describe_partition(module, stage_cuts(options, module)) if options.pp_degree > 1 else []
     whole = sum(stage.cost for stage in costs) or 1.0
     return {
         "weight_bytes": sum(weights.values()),
         "state_bytes": sum(states.values()),
+        "held_bytes": sum(held.values()),
+        "working_bytes": activation_bytes(
+            tokens,
+            [(shape, weights[name]) for name, shape in shapes.items()],
+            (options.metadata or {}).get("vocab_size"),
+            options.tp_degree,
+        ),
         "largest_tensor_bytes": max([*weights.values(), 0]),
         "tensors": len(weights) + len(states),
         "stages": tuple(PlannedStage(one.first, one.last, one.bytes, one.cost / whole) for one in costs),

@@ -353,6 +353,13 @@ class ServerSettings:
     threads_per_rank: int | None = setting(
         LIFE, None, "CPU threads per rank; by default the cores (or a container's share of them) divided.", minimum=1
     )
+    memory_fraction: float | None = setting(
+        ARTIFACT,
+        None,
+        "Part of the available memory that models may take; caches get what weights leave.",
+        above=0,
+        maximum=1,
+    )
     replicas: int = setting(
         ARTIFACT, 1, "Copies of each model, with ranks and cores of their own.", minimum=1, maximum=256
     )

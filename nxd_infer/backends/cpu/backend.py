@@ -27,6 +27,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     native = True
+    lazy_states = True
     compiles = False
     encodings = ENCODINGS
     quantizations: Mapping[str, Quantization] = QUANTIZATIONS

@@ -8,7 +8,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.artifact.reader import artifact_digest, read_artifact
+from nxd_infer.runtime.memory_plan import fit_slots, plan_memory
+from nxd_infer.util.memory import available_memory
 from nxd_server.app.prepare import prepare
 from nxd_server.app.service import Service
 from nxd_server.errors import EngineUnavailableError, RequestError, SettingsError, UnknownModelError
@@ -94,7 +97,8 @@ def plan(given: Sequence[str], settings: ServerSettings) -> list[functools.parti
 
     A model is given as ARTIFACT or NAME=ARTIFACT; the same artifact with several names is one model.
 
-    Raises SettingsError for settings that do not go with several models, and as :func:`prepare` and the reader do.
+    Raises SettingsError for settings that do not go with several models, MemoryBudgetError for what does not fit into
+    ``memory_fraction``, and as :func:`prepare` and the reader do.
     """
     if settings.draft is not None:
         settings = dataclasses.replace(settings, draft=str(prepare(settings.draft, settings)))
@@ -113,11 +117,12 @@ def plan(given: Sequence[str], settings: ServerSettings) -> list[functools.parti
         (artifact,) = artifacts
         names = [*artifacts[artifact], *settings.served_model_name]
         own = dataclasses.replace(settings, served_model_name=names)
-        return [functools.partial(Service, artifact, own)]
+        slots = _slots([artifact], [artifact], settings)
+        return [functools.partial(Service, artifact, own, slots=slots[artifact])]
     for setting in OF_ONE:
         if getattr(settings, setting):
             raise SettingsError(f"{setting} is of one model, and {len(artifacts)} are given: NAME=ARTIFACT names each")
-    manifests = {artifact: read_artifact(artifact, verify=False).manifest for artifact in artifacts}
+    manifests = {artifact: _manifest(artifact) for artifact in artifacts}
     ranks = settings.replicas * sum(manifest.world_size for manifest in manifests.values())
     generating = [artifact for artifact in artifacts if manifests[artifact].metadata.get("task") == "generate"]
     if len(generating) != 1:
@@ -126,6 +131,7 @@ def plan(given: Sequence[str], settings: ServerSettings) -> list[functools.parti
                 raise SettingsError(
                     f"{setting} is of one model that generates, and {len(generating)} of these do: serve that one alone"
                 )
+    slots = _slots(list(artifacts), generating, settings)
     taken: dict[str, Path] = {}
     services = []
     for artifact, names in artifacts.items():
@@ -136,8 +142,25 @@ def plan(given: Sequence[str], settings: ServerSettings) -> list[functools.parti
             taken[name] = artifact
         none = {} if artifact in generating else {"lora": [], "speculate": 0, "draft": None, "chat_template": None}
         own = dataclasses.replace(settings, served_model_name=names, **none)
-        services.append(functools.partial(Service, artifact, own, ranks=ranks))
+        services.append(functools.partial(Service, artifact, own, ranks=ranks, slots=slots[artifact]))
     return services
+
+
+def _manifest(artifact: Path) -> Manifest:
+    return read_artifact(artifact, verify=False).manifest
+
+
+def _slots(artifacts: Sequence[Path], generating: Sequence[Path], settings: ServerSettings) -> dict[Path, int | None]:
+    """Return how many slots of its cache each artifact may use; None: all. Reads no manifest without a limit."""
+    fraction = settings.memory_fraction
+    if fraction is None:
+        return dict.fromkeys(artifacts)
+    swaps = settings.admin() is not None
+    draft = None if settings.draft is None else _manifest(Path(settings.draft))
+    drafts = dict.fromkeys(generating, draft)
+    plans = [plan_memory(_manifest(one), swaps=swaps, draft=drafts.get(one)) for one in artifacts]
+    fitting = fit_slots([plan for plan in plans for _ in range(settings.replicas)], available_memory(), fraction)
+    return {artifact: slots or None for artifact, slots in zip(artifacts, fitting[:: settings.replicas], strict=True)}
 
 
 def _parts(word: str) -> tuple[str | None, str]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from nxd_infer.errors import ArtifactError, NxdError
 from nxd_infer.hugging_face.tokenizer import TOKENIZER
 from nxd_infer.runtime.load import load_artifact
+from nxd_infer.runtime.memory_plan import plan_memory
 from nxd_infer.runtime.rank_model import RankModel, takes_arrays
 from nxd_infer.runtime.supervisor.cores import default_threads
 from nxd_server import engine  # its names are imported on first use, once the ranks' processes run
@@ -72,6 +73,7 @@ class Service:
         settings: the server's settings.
         on_failure: called once, from another thread, with the reason, when the process should end.
         ranks: of all models of this server, which share the cores; by default this one's.
+        slots: of the cache that are used; by default all that were traced.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Service:
         settings: ServerSettings,
         on_failure: Callable[[str], None] | None = None,
         ranks: int | None = None,
+        slots: int | None = None,
     ):
         self.artifact = Path(artifact)
         self.settings = settings
@@ -95,6 +98,7 @@ class Service:
         self.replicas = [Replica(self, index) for index in range(settings.replicas)]
         self._on_failure = on_failure
         self._ranks = ranks
+        self._slots = slots
         self._lock = threading.Lock()
         self._closing = False
         self._draining = False
@@ -154,6 +158,10 @@ class Service:
         which = f" of each of {copies} copies" if copies > 1 else ""
         self.stage = f"starting {degree} rank{'s' if degree > 1 else ''}{which}"
         logger.info(self.stage)
+        swaps = settings.admin() is not None
+        draft = None if self._draft is None else self._draft.manifest
+        planned = plan_memory(artifact.manifest, self._slots, swaps=swaps, draft=draft)
+        logger.info("memory%s: about %s", which, planned.text())
 
     def wait_text(self, model: RankModel) -> None:
         """Wait until the tokenizer and the template have been read. Raises what kept them from it, or ArtifactError."""
@@ -284,7 +292,7 @@ class Service:
         if self.task != "generate":
             return engine.OneShotEngine(cast("TensorParallelModel", model), **options)
         options |= {name: getattr(settings, name) for name in ("stall_ratio", "speculate", "prefix_caching")}
-        worker = engine.Engine(model, self._tokenizer, draft=draft, **options)
+        worker = engine.Engine(model, self._tokenizer, draft=draft, slots=self._slots, **options)
         worker.adapters.taken_names = self.model_names
         for name, _, path in (word.partition("=") for word in settings.lora):
             worker.adapters.load(name, path)

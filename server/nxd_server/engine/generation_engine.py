@@ -70,6 +70,7 @@ class Engine(EngineCore):
         speculate: int = 0,
         draft: RankModel | None = None,
         prefix_caching: bool = True,
+        slots: int | None = None,
         costs: Mapping[str, float] | None = None,
         draft_costs: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -79,8 +80,9 @@ class Engine(EngineCore):
         are rejected. ``prefill_ratio`` and ``stall_ratio`` are the scheduler's bounds on prefill; ``speculate``: most
         guesses per step; ``draft``: the model that makes them, of which the caller owns the ranks, too (``speculate``
         is then by default what the artifact was traced for); ``prefix_caching``: a prompt is not computed as far as a
-        free slot holds it. ``costs``, ``draft_costs``: seconds by graph, used instead of measurements so that every run
-        chooses the same steps; ``clock`` times the requests' timeouts; ``core``: the options of :class:`EngineCore`.
+        free slot holds it; ``slots``: of the cache that are used, by default all that were traced. ``costs``,
+        ``draft_costs``: seconds by graph, used instead of measurements so that every run chooses the same steps;
+        ``clock`` times the requests' timeouts; ``core``: the options of :class:`EngineCore`.
 
         Raises ModelConfigError if the artifact is not one for generation, or was not traced to verify guesses, and for
         a draft that does not go with it.
@@ -90,10 +92,11 @@ class Engine(EngineCore):
         if meta.get("task") != "generate":
             raise ModelConfigError(f"the artifact's task is {meta.get('task')!r}; this engine serves 'generate'")
         try:
-            self.slots, self.max_len = int(meta["slots"]), int(meta["max_len"])
+            traced, self.max_len = int(meta["slots"]), int(meta["max_len"])
             self.vocab_size = int(meta["vocab_size"])
         except KeyError as error:
             raise ModelConfigError(f"the artifact's metadata lacks {error.args[0]!r}; trace the model again") from None
+        self.slots = traced if not slots else min(slots, traced)  # an unused slot takes no memory
         check_buckets(manifest.buckets)
         self.tokenizer = tokenizer
         self.adapters = Adapters(model, self.load_adapter)
@@ -130,7 +133,7 @@ class Engine(EngineCore):
         if draft is not None:
             self._draft = DraftModel(draft, manifest, self.restarts.another(), draft_costs)
             self._speculation = DraftSpeculation(self._draft, verifying, speculate, step_costs)
-        self._inputs = {bucket.name: StepInputs(bucket, self.slots, model.arrays) for bucket in manifest.buckets}
+        self._inputs = {bucket.name: StepInputs(bucket, traced, model.arrays) for bucket in manifest.buckets}
         self.depth = steps_in_flight(model, self._speculation.active)
         """Most steps in flight."""
         self._prompt_tokens = self._reused_tokens = self._generated_tokens = 0

@@ -108,6 +108,14 @@ def test_prompts_that_ride_in_rows_of_a_decode_step_change_no_answer(model, arti
     assert rows > stats.generated_tokens, "no token of a prompt took a row"
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_fewer_slots_than_requests_change_no_answer(model, artifact, alone, slots):
+    """As where memory is short: greedy, seeded and penalised answers, each in a slot that another one has left."""
+    with Engine(model, costs=costs_of(artifact), slots=slots) as engine:
+        assert together(engine) == alone and together(engine) == alone
+        assert engine.stats().slots == slots < len(ASKED)
+
+
 @pytest.mark.parametrize("spare", [0, 1])
 def test_steps_begun_ahead_over_all_ranks_change_no_answer(model, artifact, alone, monkeypatch, spare):
     """Where the ranks leave a core. Without one, only a single rank's steps are begun ahead."""
