@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_infer import hugging_face as hf
 from nxd_infer.errors import MissingPackageError, ModelConfigError
 from nxd_infer.hugging_face.gguf_file import model_directory
+from nxd_infer.hugging_face.quantized.formats import dequantized
 from nxd_infer.util.dtypes import dtype_of
 from nxd_models.hf import sentence_transformers as sentence
 from nxd_models.hf.config_file import ModelFile, read_json
@@ -150,14 +151,7 @@ def _imported(point: EntryPoint, origin: str) -> ModelSpec:
 
 def parse_config(raw: Mapping[str, Any], origin: str = "config.json") -> DecoderConfig | EncoderConfig:
     """Return the configuration of a known family. Raises ModelConfigError naming the field otherwise."""
-    _require_plain(raw, origin)
-    return find(raw.get("model_type"), origin).read_config(raw, origin)
-
-
-def _require_plain(raw: Mapping[str, Any], origin: str) -> None:
-    if raw.get("quantization_config"):
-        problem = "quantised weights are not read; use the unquantised model"
-        raise ModelConfigError(f"{origin}: quantization_config = {raw['quantization_config']!r}: {problem}")
+    return find(raw.get("model_type"), origin).read_config(dequantized(raw, origin), origin)
 
 
 def load_config(
@@ -173,8 +167,7 @@ def load_config(
         return model_dir
     path = model_directory(model_dir)
     file = path / "config.json"
-    raw = {**read_json(file), **sentence.activation_fields(path)}
-    _require_plain(raw, str(file))
+    raw = {**dequantized(read_json(file), str(file)), **sentence.activation_fields(path)}
     architectures, written_to_embed = ModelFile.read(raw, str(file)).architectures, sentence.embeds(path)
 
     def read(spec: ModelSpec, why: str = "") -> ModelDirectory:

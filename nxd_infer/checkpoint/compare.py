@@ -15,7 +15,8 @@ from nxd_infer.checkpoint.neuronx.archive import AnyArchive
 from nxd_infer.checkpoint.neuronx.folder import reference_in
 from nxd_infer.checkpoint.open import PathLike, open_archive
 from nxd_infer.checkpoint.storage import storage_of
-from nxd_infer.layout import DictSource, SafetensorsSource, WeightSource
+from nxd_infer.hugging_face.weights import stored_weights
+from nxd_infer.layout import DictSource, WeightSource
 from nxd_infer.layout.merge import RunsSource
 from nxd_infer.util.dtypes import dtype_name
 from nxd_infer.util.progress import Progress, counted, silent
@@ -111,7 +112,7 @@ def _plain_weights(path: PathLike) -> WeightSource | None:
     if not storage.local or holds_checkpoint(storage) or reference_in(storage, None) is not None:
         return None
     there = Path(path)
-    return SafetensorsSource(there) if there.is_file() or any(there.glob("*.safetensors")) else None
+    return stored_weights(there) if there.is_file() or any(there.glob("*.safetensors")) else None
 
 
 def logical_tensors(archive: AnyArchive, weights_only: bool = False) -> Kinds:

@@ -3,6 +3,7 @@ time, completely or not at all."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from nxd_infer.checkpoint.open import PathLike, build_on_meta, open_archive
 from nxd_infer.checkpoint.peft_adapters import adapter_file, adapters_in
 from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.hugging_face.gguf_file import model_directory
+from nxd_infer.hugging_face.quantized.formats import dequantized, format_in
 from nxd_infer.hugging_face.weights import StoredSource
 from nxd_infer.layout import WeightSource, check_weights, weight_layout
 from nxd_infer.layout.files.atomic import replacing
@@ -136,6 +138,9 @@ def _copy_files(model_dir: Path, out: Path, without: Sequence[str] = ()) -> None
     for file in sorted(model_dir.iterdir()):
         if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name not in without:
             shutil.copyfile(file, out / file.name)
+    file = out / CONFIG
+    if format_in(out) is not None:  # what is written is plain
+        file.write_text(json.dumps(dequantized(json.loads(file.read_bytes()), str(file)), indent=1))
 
 
 def _write(source: WeightSource, out: Path, dtype: torch.dtype | None, progress: Progress) -> Path:

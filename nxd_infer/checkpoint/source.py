@@ -18,6 +18,7 @@ from nxd_infer.checkpoint.storage import storage_of
 from nxd_infer.comm.texts import gather_named
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError
+from nxd_infer.hugging_face.weights import stored_weights
 from nxd_infer.layout import MergedSource, ParamLayout, WeightSource, as_source, merge_state_dicts, weight_layout
 from nxd_infer.layout.merge import RunsSource
 from nxd_infer.layout.sources import named_tensors
@@ -52,7 +53,7 @@ def weight_source(weights: Weights, tag: str | None = None) -> WeightSource:
 def _stored(path: str | os.PathLike[str], tag: str | None) -> WeightSource:
     storage = storage_of(path)
     if tag is None and not holds_checkpoint(storage):
-        return as_source(path)
+        return stored_weights(path)
     archive = opened_whole(storage, tag, ["model"])
     source = RunsSource(archive.pieces("model"))
     require_no_adapter(source, archive.where)

@@ -6,6 +6,7 @@ import datetime
 
 from nxd_infer.cli.console import console, table
 from nxd_infer.recipes.checks import missing_files, slow_products
+from nxd_infer.recipes.job import notes_of_weights
 from nxd_infer.recipes.models import dtypes
 from nxd_infer.recipes.plan import CHIPS, UTILIZATION, plan_of
 from nxd_infer.recipes.prepare import notes_of_data
@@ -43,7 +44,7 @@ def show(loaded: Loaded, chip: str | None) -> None:
     for obstacle in plan.obstacles:
         console.print(f"cannot be trained here: {obstacle}", markup=False, soft_wrap=True)
     missing = [str(one) for one in missing_files(loaded)]  # a plan may be for another machine
-    notes = missing or notes_of_data(loaded)
+    notes = missing or [*notes_of_data(loaded), *notes_of_weights(loaded)]
     for note in [*notes, *(slow_products(loaded) if chip is None else [])]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 

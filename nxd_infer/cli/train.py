@@ -13,6 +13,7 @@ from nxd_infer.recipes import launch, loop
 from nxd_infer.recipes.checks import require_trainable, slow_products
 from nxd_infer.recipes.convert import as_yaml, convert
 from nxd_infer.recipes.experiment import Keeper, log_dir_of
+from nxd_infer.recipes.job import notes_of_weights
 from nxd_infer.recipes.loop import Outcome
 from nxd_infer.recipes.recipe import Loaded, load
 from nxd_infer.recipes.schema import Recipe
@@ -34,8 +35,8 @@ def run(file: Path, overrides: list[str], check: bool, chip: str | None, trace_o
     if check:
         recipe_plan.show(loaded, chip)
         return
-    for slow in slow_products(loaded) if first else []:
-        console.print(f"note: {slow}", markup=False, soft_wrap=True)
+    for note in [*slow_products(loaded), *notes_of_weights(loaded)] if first else []:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
     outcome = train(loaded, file, overrides)
     if first and traced is not None:
         if loaded.recipe.model_alignment_strategy.peft is None:  # else its adapters are merged in the directory

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.hugging_face.gguf_file import model_directory
+from nxd_infer.hugging_face.quantized.formats import format_in
+from nxd_infer.hugging_face.quantized.source import DequantizedSource
 from nxd_infer.hugging_face.stored import StackedWeight, StoredWeight, stored_as
 from nxd_infer.hugging_face.tied_head import EMBEDDINGS, check_tied_head
 from nxd_infer.layout import restore_attributes, weight_layout
@@ -185,10 +188,19 @@ def _spellings(name: str, prefixes: Sequence[str]) -> Iterable[str]:
                 yield from (n.removesuffix(new) + old for n in plain)
 
 
+def stored_weights(path: str | os.PathLike[str]) -> WeightSource:
+    """Open safetensors, a file or a directory; weights that the ``config.json`` beside them calls quantised are read
+    dequantised. Raises CheckpointError naming the file, ModelConfigError for a form that is not read."""
+    path = Path(path)
+    source, form = SafetensorsSource(path), format_in(path) if path.is_dir() else None
+    return source if form is None else DequantizedSource(source, form)
+
+
 def weights(model_dir: str | os.PathLike[str], prefixes: Sequence[str] = PREFIXES) -> HuggingFaceSource:
     """Open the weights of a model directory (one file, or several with or without an index), to be read by slices.
 
     ``prefixes``: what the names of a checkpoint may begin with and a model's not, or vice versa.
+    Quantised ones are read dequantised.
     Raises CheckpointError naming the file if there are none, if one is damaged, or if there are only pickles;
     WeightMismatchError for a head that is to be tied and is not the embedding.
     """
@@ -197,7 +209,7 @@ def weights(model_dir: str | os.PathLike[str], prefixes: Sequence[str] = PREFIXE
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern))
         if pickles:
             raise CheckpointError(f"{path} holds {', '.join(pickles)} and no safetensors file: {CONVERSION_HINT}")
-    source = SafetensorsSource(path)
+    source = stored_weights(path)
     return HuggingFaceSource(source, prefixes, check_tied_head(path, source))
 
 

@@ -17,6 +17,7 @@ from nxd_infer import hugging_face as hf
 from nxd_infer.checkpoint.source import gather_weights
 from nxd_infer.errors import WeightMismatchError
 from nxd_infer.hugging_face.gguf_file import model_directory
+from nxd_infer.hugging_face.quantized.formats import format_in
 from nxd_infer.layout.files.atomic import replacing
 from nxd_infer.modules.lora import LoRAModel
 from nxd_infer.parallel_layers.sequence_parallel import building_sequence_parallel, is_sequence_parallel_model
@@ -44,6 +45,7 @@ from nxd_infer.trainer import (
     neuronx_distributed_config,
 )
 from nxd_infer.trainer.first_rank import is_rank_zero
+from nxd_infer.util.dtypes import dtype_name
 from nxd_models import registry
 
 OTHERWISE = {
@@ -81,6 +83,14 @@ def begin_of(loaded: Loaded) -> Begin:
     if tunes and config is not None and any(config.parent.glob("*.safetensors")):
         return Begin(hugging_face=config.parent)
     return Begin()
+
+
+def notes_of_weights(loaded: Loaded) -> list[str]:
+    """Return what is said of weights that a job begins with, if they are stored quantised."""
+    folder = begin_of(loaded).hugging_face
+    form = None if folder is None else format_in(folder)
+    trained = dtype_name(dtypes(loaded.recipe).weights)
+    return [] if form is None else [f"the weights in {folder} are stored as {form}, and trained as {trained}"]
 
 
 def make_model(model_dir: Path, weights: Path | None, dtype: torch.dtype, strategy: Dpo | Orpo | None) -> nn.Module:

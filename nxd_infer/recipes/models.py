@@ -16,6 +16,7 @@ from torch import nn
 
 from nxd_infer.errors import LoraTargetError, ModelConfigError, RecipeError
 from nxd_infer.hugging_face.gguf_file import model_directory
+from nxd_infer.hugging_face.quantized.formats import dequantized
 from nxd_infer.modules.lora import LoraConfig
 from nxd_infer.recipes.logs import missing_packages
 from nxd_infer.recipes.recipe import Loaded
@@ -77,6 +78,7 @@ def raw_config(loaded: Loaded, vocab_size: int | None = None) -> dict[str, Any]:
             raw = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise RecipeError(f"{path} is not JSON: {error}") from None
+        raw = dequantized(raw, str(path))
     else:
         missing = [name for name in NEEDED if getattr(model, name) is None]
         if missing:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from nxd_infer.context import current_context
 from nxd_infer.distributed import plan_registry
 from nxd_infer.distributed.apply import apply_plan, split
 from nxd_infer.errors import CheckpointError, ModelConfigError
+from nxd_infer.hugging_face.quantized.formats import format_in
 from nxd_infer.layout.sources import DictSource
 from nxd_infer.parallel_layers.base import parameters_on_meta, real_cpu_tensors
 from nxd_models.generic import attention
@@ -81,8 +83,13 @@ def weights(kind: str, model_dir: str | os.PathLike[str]) -> DictSource:
     """Read the weights of a directory as transformers does, under the names of its ``kind``.
 
     Releases differ in names and in how experts lie in files; transformers knows. What it would make up, because the
-    files lack it, is left out.
+    files lack it, is left out. Raises CheckpointError for quantised weights, which it would not dequantise.
     """
+    if (form := format_in(Path(model_dir))) is not None:
+        raise CheckpointError(
+            f"{model_dir}: weights stored as {form} are not read for a model type without a tensor-parallel plan: have "
+            "transformers load the model, call its dequantize() and save it"
+        )
     try:
         model, info = getattr(library(), kind).from_pretrained(
             model_dir, dtype="auto", output_loading_info=True, local_files_only=True, use_safetensors=True

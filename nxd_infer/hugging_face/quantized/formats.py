@@ -1,0 +1,52 @@
+"""Which format a ``config.json`` says that the weights have; refuses by name what is not read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nxd_infer.hugging_face.quantized.compressed_tensors import CompressedTensors
+from nxd_infer.hugging_face.quantized.fields import FIELD, Fields
+from nxd_infer.hugging_face.quantized.fp8 import Fp8
+from nxd_infer.hugging_face.quantized.layers import Format
+from nxd_infer.hugging_face.quantized.qweight import Awq, Gptq
+
+FORMATS = {"gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": Fp8}
+"""By ``quant_method``."""
+
+
+def format_of(raw: Mapping[str, Any], origin: str = "config.json") -> Format | None:
+    """Return how the weights beside a ``config.json`` with the content ``raw`` are stored; None if plainly.
+
+    Raises ModelConfigError naming the field of what is not read.
+    """
+    given = raw.get(FIELD)
+    if not given:
+        return None
+    fields = Fields(given if isinstance(given, Mapping) else {"quant_method": given}, origin)
+    eight_or_four = fields.get("load_in_4bit") or fields.get("load_in_8bit")
+    method = fields.get("quant_method", "bitsandbytes" if eight_or_four else None)
+    if not isinstance(method, str) or method not in FORMATS:
+        problem = (
+            f"only weights of {', '.join(FORMATS)} are read quantised: have transformers load the model, call its "
+        )
+        raise fields.error("quant_method", f"{problem}dequantize() and save it, or use another form of it", method)
+    return FORMATS[method].read(fields)
+
+
+def format_in(folder: Path) -> Format | None:
+    """:func:`format_of` a directory; what is wrong with its ``config.json`` otherwise is told where it is read."""
+    file = folder / "config.json"
+    try:
+        raw = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return format_of(raw, str(file)) if isinstance(raw, Mapping) else None
+
+
+def dequantized(raw: Mapping[str, Any], origin: str = "config.json") -> dict[str, Any]:
+    """Return the content of a ``config.json`` for the same model with plain weights. Raises like :func:`format_of`."""
+    format_of(raw, origin)
+    return {name: value for name, value in raw.items() if name != FIELD}
