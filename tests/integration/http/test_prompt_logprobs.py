@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.http.http_servers import events_of, is_error
+from tests.support.tiny_models import EOS
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CONTEXT = "The with statement"
@@ -63,6 +64,23 @@ def test_multiple_choice_as_lm_eval_asks_and_reads_it(real_llama, theirs):
         is_greedy = all(one == max(top.values()) for one, top in continued)
         assert is_greedy == (expected[start - 1 : -1].argmax(-1).tolist() == ids[start:])
     assert real_llama.post(COMPLETIONS, asked(prompts)).json()["choices"] == choices, "whatever the slots hold"
+
+
+def test_the_table_has_the_token_that_ends_an_answer(real_llama, theirs):
+    """lm-eval takes the last entry for the one generated token, whichever it is."""
+    tokenizer, logprobs = theirs
+    ids = tokenizer.encode(CONTEXT)
+    ending = asked(ids, max_tokens=3, logit_bias={str(EOS): 100})
+    answer = real_llama.post(COMPLETIONS, ending).json()
+    (choice,), right = answer["choices"], float(logprobs(ids)[-1, EOS])
+    assert (choice["text"], choice["finish_reason"]) == (CONTEXT, "stop")
+    assert answer["usage"]["completion_tokens"] == 1
+    table = choice["logprobs"]
+    assert {len(column) for column in table.values()} == {len(ids) + 1}
+    assert table["token_logprobs"][-1] == pytest.approx(right, abs=1e-4)
+    *chunks, _ = events_of(real_llama.post(COMPLETIONS, {**ending, "stream": True}).text)
+    tables = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert sum((one["token_logprobs"] for one in tables if one), []) == table["token_logprobs"]
 
 
 def test_the_table_is_of_the_whole_text(real_llama, theirs):

@@ -138,7 +138,8 @@ class _Answer(Choices):
     def __init__(self, one: Completion, body: CompletionBody):
         super().__init__("cmpl", one.model, body, one.prompts, one.n)
         self._tokenizer, self._echoes = one.tokenizer, one.echoes
-        self._scored = body.echo and body.logprobs is not None
+        # With its end, as vLLM's: lm-eval takes all but the last of max_tokens=1 for those of the prompt.
+        self._scored = self._shows_end = body.echo and body.logprobs is not None
         top, skip, continues = body.logprobs, body.skip_special_tokens, one.continues and not self._scored
         self._logprobs = [
             None if top is None else LegacyLogprobs(one.tokenizer, top, ids if continues else (), skip)
@@ -188,7 +189,7 @@ class _Answer(Choices):
         if isinstance(event, FinishEvent):
             return self._text(choice, event, reason=event.reason)
         self.count(choice)
-        if table is not None and not event.is_stop:
+        if table is not None and (self._shows_end or not event.is_stop):
             table.add(event)
             return self._text(choice, event, logprobs=table.take())
         return self._text(choice, event) if event.text or self.returns_ids else b""

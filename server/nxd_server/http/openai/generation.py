@@ -362,6 +362,8 @@ class Choices(Answer):
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
     """The field ``object`` of the whole answer, and that of a chunk."""
+    _shows_end = False
+    """Whether the token that stops an answer is shown like the others."""
     _tokenizer: Tokenizer
 
     def __init__(
@@ -403,7 +405,7 @@ class Choices(Answer):
                     continue
                 ids[choice].append(event.token)
                 sums[choice] += event.logprob
-                if not event.is_stop:
+                if self._shows_end or not event.is_stop:
                     self.token(choice, event)
         choices: list[dict[str, Any]] = []
         for first in range(0, generation.choices, self._n):
@@ -434,7 +436,7 @@ class Choices(Answer):
         return {}
 
     def token(self, choice: int, event: TokenEvent) -> None:
-        """Take a token of a whole answer, except the one that stops it."""
+        """Take a token that a whole answer shows."""
         raise NotImplementedError
 
     def choice(self, choice: int, text: str, reason: str) -> dict[str, Any]:
