@@ -32,7 +32,7 @@ from nxd_infer.artifact.manifest import (
     weight_name,
 )
 from nxd_infer.artifact.structure import names_in
-from nxd_infer.artifact.verified import Stamp, unchanged, verify_files
+from nxd_infer.artifact.verified import Stamp, recalled, remember, unchanged, verify_files
 from nxd_infer.artifact.writer import CHECKSUM_KEY, check_weight_file, checked_name, manifest_checksum
 from nxd_infer.errors import ArtifactCorruptError, ArtifactError, ArtifactVersionError
 from nxd_infer.util.reading import parse_json
@@ -105,6 +105,10 @@ class LoadedArtifact:
         return self.file(weight_name(rank))
 
     @property
+    def _weights(self) -> set[str]:
+        return {weight_name(rank) for rank in range(self.manifest.world_size)}
+
+    @property
     def weight_bytes(self) -> int:
         """Size of the weight files of all ranks; missing ones are reported when they are read."""
         files = [self.weight_file(rank) for rank in range(self.manifest.world_size)]
@@ -124,9 +128,15 @@ class LoadedArtifact:
             why = "which is code, and allow_kernel=False (--no-kernel): allow it if you trust whoever made it"
             raise ArtifactError(f"{self.path} routes with {BUCKET_KERNEL_NAME}, {why}")
 
-    def verify(self) -> None:
-        """Hash every file. Raises ArtifactCorruptError naming one that differs from its record."""
-        self.stamps.update(verify_files(self.path, self.manifest.files, self.manifest.files))
+    def verify(self, *, again: bool = True) -> None:
+        """Hash every file; with ``again=False`` no weights that are as another process has verified them since the
+        machine started. Raises ArtifactCorruptError naming one that differs from its record."""
+        files = self.manifest.files
+        known = {} if again else recalled(self.path, {name: files[name] for name in files if name in self._weights})
+        self.stamps.update(verify_files(self.path, files, files.keys() - known.keys()))
+        self.stamps.update(known)
+        if not again and self._weights - known.keys():
+            remember(self.path, files, {name: self.stamps[name] for name in self._weights})
 
     def verify_again(self, rank: int) -> None:
         """Before rank ``rank`` reads anything, hash the files that it will read and that may have changed since they

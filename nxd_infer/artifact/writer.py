@@ -54,9 +54,9 @@ def hash_file(path: Path) -> FileSpec:
         return hash_open_file(file)
 
 
-def hash_open_file(file: io.FileIO) -> FileSpec:
+def hash_open_file(file: io.FileIO, threads: int = 1) -> FileSpec:
     """Like :func:`hash_file`, for the rest of an open file."""
-    checksum, nbytes = checksum_and_size(file)
+    checksum, nbytes = checksum_and_size(file, threads)
     return FileSpec(size=nbytes, blake3=checksum)
 
 

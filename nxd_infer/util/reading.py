@@ -19,9 +19,10 @@ _CHUNK = 4 << 20
 """A thread that hashes waits for the interpreter after each: beside a busy thread 1 MiB took three times as long."""
 
 
-def checksum_and_size(file: io.FileIO) -> tuple[str, int]:
-    """Return the checksum of the rest of a file in hexadecimal, and its size; releases the GIL."""
-    digest, size = blake3(), 0
+def checksum_and_size(file: io.FileIO, threads: int = 1) -> tuple[str, int]:
+    """Return the checksum of the rest of a file in hexadecimal, and its size; releases the GIL. ``threads``: at most so
+    many, which stay; ``blake3.AUTO`` for one per core."""
+    digest, size = blake3(max_threads=threads), 0
     buffer = memoryview(bytearray(max(1, min(_CHUNK, os.fstat(file.fileno()).st_size))))
     while count := file.readinto(buffer):
         digest.update(buffer[:count])

@@ -266,7 +266,7 @@ class Service:
             self._spawned.set()
             with self._verifying:  # one copy does it, the others wait
                 while self._unverified:
-                    self._unverified[0].verify()
+                    self._unverified[0].verify(again=False)
                     del self._unverified[0]
 
         if self.task == "generate" and takes_arrays(manifest):
