@@ -36,6 +36,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Rows that blocks of 32 divide."""
+FACTORS = {Kind.Q4_K: slice(0, 4), Kind.Q5_K: slice(0, 4), Kind.Q6_K: slice(-2, None)}
+"""Where the float16 factors of a block are."""
 QUANTISED = (Kind.Q4_0, Kind.Q8_0, Kind.Q4_1, Kind.F16, Kind.F32)
 
 
@@ -51,6 +53,8 @@ def write_gguf(
     numbers and texts, ``__`` for a dot. Return ``path``."""
     sizes = {**SIZES, "head_dim": 128} if family == "qwen3" else SIZES  # as transformers takes all of them to have
     source = write_tiny(family, path.parent / f"{path.stem}-source", **sizes)
+    if kinds[0] in FACTORS:  # blocks of 256
+        source = write_tiny(family, source, hidden_size=256, intermediate_size=512, num_attention_heads=4)
     config = json.loads((source / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), family)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -71,7 +75,7 @@ def write_gguf(
         if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = _interleaved(tensor, heads if "q_proj" in name else kv_heads)
         kind = Kind.F32 if tensor.ndim == 1 else kinds[number % len(kinds)]
-        data = gguf.quantize(tensor.astype(np.float32), kind)
+        data = _blocks(tensor.astype(np.float32), kind)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=kind)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32), raw_dtype=Kind.F32)
@@ -80,6 +84,18 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _blocks(tensor: np.ndarray, kind: Kind) -> np.ndarray:
+    """Return a matrix in blocks of ``kind``; of a kind that only llama.cpp writes, random ones of small numbers."""
+    if kind not in FACTORS:
+        return gguf.quantize(tensor, kind)
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(tensor.size)
+    found = draw.integers(0, 256, (tensor.size // elements, size), np.uint8)
+    scales = (draw.random((len(found), 2)) * 1e-3).astype(np.float16).view(np.uint8)
+    found[:, FACTORS[kind]] = scales[:, : found[:, FACTORS[kind]].shape[1]]
+    return found.reshape(len(tensor), -1)
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -116,6 +132,23 @@ def test_quantised_weights_are_those_of_transformers_in_bfloat16(tmp_path, famil
     found = registry.load_model(file, dtype=torch.float32)(IDS)
     assert relative_difference(found, theirs(IDS).logits) < 1e-5
     assert registry.load_config(file).config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.BF16], ids=lambda kind: kind.name
+)
+def test_each_kind_has_the_values_of_the_gguf_package(tmp_path, kind):
+    file = write_gguf(tmp_path / "kind.gguf", (kind,))
+    found, tensors = load_file(gguf_file.model_directory(file) / "model.safetensors"), gguf.GGUFReader(file).tensors
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    theirs = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors}
+    assert len(found) == len(theirs)
+    for name, weight in found.items():
+        expected = theirs[names.get_name(name, (".weight", ".bias"))]
+        if "q_proj" in name or "k_proj" in name:  # pairs of neighbours become halves of a head again
+            heads = 4 if "q_proj" in name else 2
+            expected = expected.reshape(heads, -1, 2, expected.shape[1]).swapaxes(1, 2).reshape(expected.shape)
+        assert torch.equal(weight, torch.tensor(expected).bfloat16()), name
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(Kind.F32, torch.float32), (Kind.F16, torch.float16)])
@@ -246,8 +279,8 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
 @pytest.mark.smoke
 def test_it_is_traced_verified_and_trained_like_any_model(tmp_path):
     file = write_gguf(tmp_path / "tiny.gguf")
-    sizes = ("--backend", "eager", "--batch-sizes", 1, "--prompt-buckets", 16, "--max-len", 32, "--dtype", "float32")
-    traced = here("trace", file, "--out", tmp_path / "artifact", *sizes)
+    sizes = ("--tp", 2, "--batch-sizes", 1, "--prompt-buckets", 16, "--max-len", 32, "--dtype", "float32")
+    traced = here("trace", file, "--out", tmp_path / "artifact", "--backend", "eager", *sizes)
     assert traced.status == 0, traced.err
     assert load_artifact(tmp_path / "artifact").manifest.metadata["model_name"] == "tiny"
     verified = here("verify", tmp_path / "artifact", file)
