@@ -1,8 +1,9 @@
-"""A fork server: ``python -m nxd_infer.processes.fork_server SOCKET MODULE``; ``start.py`` starts it.
+"""A fork server: ``python -m nxd_infer.processes.fork_server SOCKET MODULE [CORE ...]``; ``start.py`` starts it.
 
-It imports MODULE, and forks a child for each packet on the socket, which brings descriptors: of the child's status, of
-its directory, and those that it gets. The child says its pid at the status, reads its job there (JSON), and does it as
-``python -c`` would; a caller that wants it no more closes the status instead. The server says there how it ended.
+It imports MODULE, on these cores, and forks a child for each packet on the socket, which brings descriptors: of the
+child's status, of its directory, and those that it gets. The child says its pid at the status, reads its job there
+(JSON), and does it as ``python -c`` would; a caller that wants it no more closes the status instead. The server says
+there how it ended.
 
 It has no threads, or it would not fork. It ends, with its children, when the other end of the socket is closed, and
 IDLE_SECONDS after its last child.
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
     own.name_process("nxd fork server")
     own.ignore_stop()
+    if cores := [int(core) for core in arguments[2:]]:
+        os.sched_setaffinity(0, cores)
     gc.disable()  # imported objects stay, and scanning them takes an eighth of the import
     with contextlib.suppress(BaseException):  # a child imports it again, and says what is wrong
         importlib.import_module(arguments[1])

@@ -39,6 +39,7 @@ def start(
     importing: Mapping[str, str],
     environment: Mapping[str, str],
     check: Callable[[], None],
+    bound: Sequence[int] = (),
     inherit: Iterable[int] = (),
     output: int | IO[Any] | None = None,
 ) -> ChildProcess:
@@ -50,23 +51,26 @@ def start(
         environment: of the program itself.
         check: called all the time while this waits for the import, which it bounds: what it raises ends the wait, and
             no child starts.
+        bound: the cores that ``importing`` binds OpenMP's threads to, if the caller chose them.
         inherit: descriptors that it inherits, with the same numbers.
         output: file for its output and its errors, or PIPE; None: those of this process.
 
     Raises OSError if the system does not let it start.
     """
     numbers = list(inherit)
-    forks = importing.get("NXD_INFER_FORK", "1") != "0" and not any(name in importing for name in _BINDING)
+    forks = importing.get("NXD_INFER_FORK", "1") != "0" and (bool(bound) or not any(map(importing.get, _BINDING)))
     if not imports or not forks or len(numbers) > MOST_DESCRIPTORS:
         errors = None if output is None else subprocess.STDOUT
         return ChildProcess(command, environment=environment, inherit=numbers, stdout=output, stderr=errors)
-    server = _server(imports, importing)
+    server = _server(imports, importing, bound)
     try:
         return server.fork(command, environment, numbers, output, check)
     except ConnectionError:
         if not server.process.wait(END_SECONDS):
             raise
-    return _server(imports, importing).fork(command, environment, numbers, output, check)  # the first had no work left
+    return _server(imports, importing, bound).fork(
+        command, environment, numbers, output, check
+    )  # the first had no work left
 
 
 class ForkedProcess(ChildProcess):
@@ -88,11 +92,12 @@ class ForkedProcess(ChildProcess):
 class ForkServer:
     """This process's end of a fork server, which may still be importing."""
 
-    def __init__(self, module: str, environment: Mapping[str, str]):
+    def __init__(self, module: str, environment: Mapping[str, str], cores: Sequence[int]):
+        """``cores``: on which it imports; empty: on any."""
         self._control, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with remote:
             self.process = ChildProcess(
-                python_module("nxd_infer.processes.fork_server", str(remote.fileno()), module),
+                python_module("nxd_infer.processes.fork_server", str(remote.fileno()), module, *map(str, cores)),
                 # NumPy starts its threads when it is imported, and a process with threads must not fork.
                 environment={**environment, "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 inherit=[remote.fileno()],
@@ -143,13 +148,13 @@ _servers: dict[Any, ForkServer] = {}
 _lock = threading.Lock()
 
 
-def _server(module: str, environment: Mapping[str, str]) -> ForkServer:
+def _server(module: str, environment: Mapping[str, str], cores: Sequence[int]) -> ForkServer:
     own = {name: value for name, value in environment.items() if name not in _LATE and not name.startswith("NXD_")}
     kind = module, *sorted(own.items()), resource.getrlimit(resource.RLIMIT_NOFILE)
     with _lock:
         server = _servers.get(kind)
         if server is None or not server.process.running:
-            server = _servers[kind] = ForkServer(module, environment)
+            server = _servers[kind] = ForkServer(module, environment, cores)
         return server
 
 

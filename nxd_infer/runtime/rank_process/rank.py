@@ -223,9 +223,9 @@ _Place = tuple[Tensor, int, int]
 def run(config: RankConfig) -> int:
     """Run the rank of ``config``; return the exit status."""
     keep_much()
-    torch.set_num_threads(config.threads)
     if config.crew:
         os.sched_setaffinity(0, config.cores[:1])
+    torch.set_num_threads(config.threads)
     channel = Channel(socket.socket(fileno=config.socket))
     message = channel.receive_request()
     if message is None:

@@ -32,7 +32,7 @@ from nxd_infer.processes.command import child_environment, python_module
 from nxd_infer.processes.start import start
 from nxd_infer.processes.state import process_state
 from nxd_infer.runtime.ipc import HANDOVER_FLAGS, Arena, ArenaLayout, Channel, create_arena
-from nxd_infer.runtime.rank_process.config import RankConfig
+from nxd_infer.runtime.rank_process.config import RankConfig, with_crew
 from nxd_infer.runtime.supervisor.cores import choose_cores, release_cores
 from nxd_infer.runtime.time_bounds import until_ended
 
@@ -243,10 +243,13 @@ class RankProcesses:
 
     def _spawn_rank(self, config: RankConfig, inherit: Sequence[int], environment: Mapping[str, str]) -> None:
         self._check_going()
+        cores = config.cores if config.crew else ()
+        environment = with_crew(environment, cores) if cores else environment
         process = start(
             python_module(_MAIN, "rank", str(config.rank), "--config", config.to_json()),
-            imports="" if config.crew else _IMPORTS,  # OpenMP's settings for a crew are read while torch is imported
+            imports=_IMPORTS,
             importing=environment,
+            bound=cores,
             environment=environment,
             inherit=inherit,
             output=subprocess.PIPE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ import pytest
 from nxd_infer.processes import start as module
 from nxd_infer.processes.child import ChildProcess
 from nxd_infer.processes.command import child_environment, python_code
+from nxd_infer.runtime.rank_process.config import with_crew
+from nxd_infer.util.machine import available_cores
 from tests.support.processes import gone, parent_of, wait_until
 
 LIMIT = 300.0
@@ -105,6 +108,35 @@ def test_it_ends_as_a_program_ends(code: str, end: str, tmp_path: Path):
     file = tmp_path / "file"
     assert both(code, str(file)) == end
     assert not file.exists() or file.read_text() == "x" * 10
+
+
+THREADS = """
+import json, os
+cores = json.loads(sys.argv[1])
+os.sched_setaffinity(0, cores[:1])  # as a rank does
+import torch
+torch.set_num_threads(len(cores))
+torch.randn(1 << 20).exp()
+status = (open(f"/proc/self/task/{task}/status").read() for task in os.listdir("/proc/self/task"))
+print(sorted(text.split("Cpus_allowed_list:")[1].split()[0] for text in status))
+"""
+
+
+def test_its_threads_have_the_cores_that_its_caller_chose():
+    cores = available_cores()[:2]
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    environment = with_crew(child_environment(OMP_NUM_THREADS="2", PYTHONUNBUFFERED="1"), cores)
+    for chosen in (cores, cores[::-1]):
+        environment = with_crew(environment, chosen)
+        printed = both(THREADS, json.dumps(chosen), imports=RANK, environment=environment, bound=chosen)
+        found = ast.literal_eval(printed.splitlines()[0])
+        assert set(found) == set(map(str, cores)), "each thread has one"
+        own = {**environment, "GOMP_CPU_AFFINITY": str(chosen[0])}  # what a user set may fit no fork
+        child = start(imports=RANK, environment=own)
+        assert parent_of(child.pid) == os.getpid()
+        child.end()
+    assert len(module._servers) == 2
 
 
 def test_many_threads_fork_at_once_and_random_numbers_differ_in_each():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.support.backends import packed_models, small_traces
 from tests.support.backends.manifests import changed
 from tests.support.backends.plugins import installed
 from tests.support.needs import needs_native
+from tests.support.processes import parent_of, wait_until
 from tests.support.shared import shared
 
 pytestmark = needs_native
@@ -117,6 +120,19 @@ def test_no_rank_copies_or_writes_to_the_pages_that_it_maps() -> None:
         assert torch.equal(again(ROWS), before), "the file is as it was"
         again.update_weights({"up": weights["up"], "across": weights["across"]}, strict=False)
         assert torch.equal(again(ROWS), after)
+
+
+def test_a_lost_rank_of_two_threads_starts_again_without_a_new_import() -> None:
+    """It is a fork of the process that imported torch for the first one."""
+    with nxd.trace.parallel_model_load(artifact("forms"), threads_per_rank=2) as model:
+        before, first = model(ROWS), model.health()[0].pid
+        assert first is not None
+        server = parent_of(first)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: model.failure is not None)
+        assert torch.equal(model.restart()(ROWS), before)
+        again = model.health()[0].pid
+        assert again not in (None, first) and parent_of(again) == server != os.getpid()
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
