@@ -33,9 +33,12 @@ COMMON: dict[str, int] = {
 TINY = COMMON | {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 512, "vocab": 2048}
 
 
+DRAFT = {"hidden": 512, "layers": 2, "heads": 8, "kv_heads": 4, "intermediate": 1408}
+"""Of a model that guesses for another one: a decode step reads 45 MB."""
 MIXTURE = COMMON | {"intermediate": 1152, "experts": 16, "chosen": 4}
 """1.02 B parameters, of which a token uses 0.31 B besides its row of the embedding."""
 MODELS = {"common": COMMON, "tiny": TINY, "mixture": MIXTURE, "tiny-mixture": TINY | {"experts": 8, "chosen": 2}}
+MODELS |= {"common-draft": COMMON | DRAFT, "tiny-draft": TINY | {"hidden": 64, "layers": 1, "intermediate": 128}}
 
 
 def stamped(path: Path, key: str, make: Callable[[Path], Any]) -> Path:

@@ -1,8 +1,11 @@
-"""Measure speculation: decoding with drafts over without, with all drafts right, some, and none."""
+"""Measure speculation: decoding with drafts over without, with all drafts right, some, and none; drafts of the text
+itself, and of a smaller model."""
 
 from __future__ import annotations
 
+import itertools
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +31,28 @@ LIMITS = {"one token again and again": (1.2, 2.0), "drawn, nothing repeats": (0.
 def run(options: Options) -> None:
     model = bench_model(options)
     path = artifact(options, 1, BATCHES, (PROMPT,), GUESSES)
+    smaller = artifact(replace(options, model=f"{options.model}-draft"), 1, BATCHES, (PROMPT,), GUESSES)
     figures: dict[str, Any] = {}
     rows, verdicts = [], []
     with (
         LLM(path, threads_per_rank=THREADS) as plain,
         LLM(path, threads_per_rank=THREADS, speculate=GUESSES) as guessing,
+        LLM(path, threads_per_rank=THREADS, draft=smaller) as drafting,
     ):
         for text, params in TEXTS.items():
-            for batch in BATCHES:
-                found = _measure(options, model, plain, guessing, params, batch)
-                figures[f"{text}, batch {batch}"] = found
+            for batch, (how, llm) in itertools.product(BATCHES, (("", guessing), (", a draft model", drafting))):
+                name = f"{text}, batch {batch}{how}"
+                found = figures[name] = _measure(options, model, plain, llm, params, batch)
                 gain = summary(ratios(found["guessing"], found["plain"]))
                 rows.append(
                     (
-                        *(f"{text}, batch {batch}", summary(found["plain"]).text(), summary(found["guessing"]).text()),
+                        *(name, summary(found["plain"]).text(), summary(found["guessing"]).text()),
                         *(gain.text(digits=2), str(found["guessed"]), str(found["right"])),
                         f"{sum(found['same'])} of {len(found['same'])}",
                     )
                 )
                 if text in LIMITS:
-                    verdicts.append(Verdict(f"speculation: {text}, batch {batch}", gain, *LIMITS[text]))
+                    verdicts.append(Verdict(f"speculation: {name}", gain, *LIMITS[text]))
     columns = ("tokens/s, median (range)", "plain", "with guesses", "ratio", "guessed", "right", "same answers")
     report.write(
         *("speculate", f"Decoding with up to {GUESSES} guesses", columns, rows, figures),

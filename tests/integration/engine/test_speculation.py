@@ -152,6 +152,29 @@ def test_whatever_a_request_asks_for_stays_right(llms):
     assert len(outputs[2].outputs[0].logprobs or []) == 28
 
 
+def test_a_draft_model_changes_nothing_whatever_a_request_asks_for():
+    """The same model in bfloat16, which has no graphs for prompts, guesses for one on two ranks: right in part."""
+    artifact = trace_llama(tp=2)[1]
+    draft = trace_llama(only=("decode_b4", "verify_b4"), dtype=torch.bfloat16)[1]
+    drawn = SamplingParams(max_tokens=24, temperature=0.7, seed=5, ignore_eos=True)
+    asked = [
+        (RANDOM[0], GREEDY),
+        (RANDOM[1], drawn.replace(n=3, top_p=0.9)),
+        (RANDOM[2], drawn.replace(logprobs=3, top_k=40, min_p=0.01)),
+        (RANDOM[3], GREEDY.replace(frequency_penalty=0.6)),
+        (REPETITIVE[0], FEW),
+        (RANDOM[2] + RANDOM[3], drawn.replace(prompt_logprobs=1)),
+        (REPETITIVE[1], GREEDY.replace(ignore_eos=False, min_tokens=9)),
+        (RANDOM[1], GREEDY.replace(structured_outputs={"regex": "[a-z]{3} [0-9]{2}"})),
+    ]
+    options = {"costs": paying_costs(artifact), "draft_costs": {"decode_b4": 1e-6, "verify_b4": 2e-6}}
+    with LLM(artifact, costs=costs_of(artifact)) as plain, LLM(artifact, draft=draft, **options) as guessing:
+        for _ in range(2):
+            compare((plain, guessing), [prompt for prompt, _ in asked], [params for _, params in asked])
+        stats = guessing.engine.stats()
+        assert stats.draft_tokens / 4 < stats.accepted_tokens < stats.draft_tokens
+
+
 @pytest.mark.parametrize("length", [1, 4, 6])
 def test_an_answer_ends_in_the_middle_of_right_guesses(llms, length):
     """Ended by its length, a stop token or a stop string: no later token is sent or counted."""

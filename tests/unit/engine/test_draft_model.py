@@ -72,8 +72,9 @@ def test_random_traffic_has_the_answers_of_the_target_alone(engines, distance, s
         list(clients)
     stats = engine.stats()
     assert sum(stats.finished.values()) == stats.submitted == 30 and stats.restarts == 0
-    assert stats.draft_tokens > 0 and draft.restarts == 0
-    assert (stats.accepted_tokens > 0) == (distance != "never") or distance == "never"
+    assert stats.draft_tokens > stats.accepted_tokens * (distance != 0) and draft.restarts == 0
+    if distance == 0:  # whatever was in its cache before, and whichever guesses were wrong
+        assert stats.accepted_tokens == stats.draft_tokens > 20
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN])

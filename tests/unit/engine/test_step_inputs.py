@@ -133,3 +133,12 @@ def test_graphs_with_other_numbers_are_refused_by_name(name, changed):
     check_buckets([bucket])
     with pytest.raises(ModelConfigError, match=f"decode_b2 is not a generation step: its input {name} is int"):
         check_buckets([bucket.model_copy(update={"inputs": inputs})])
+
+
+def test_inputs_that_are_left_keep_their_defaults_whatever_a_choice_asks_for():
+    """A draft model has none of the adapters of the model that it guesses for, nor as many slots for them."""
+    inputs = StepInputs(BUCKETS["decode_b1"], SLOTS, True, left=("adapter",))
+    asked = sequence(1, [5, 6], 0, 2, Sampler({"adapter": 99, "seed": 7, "temperature": 0.5}, (), ()))
+    inputs.put(0, Row(asked, 1, 1, True))
+    found = {name: inputs.tensors[name].tolist()[0] for name in ("adapter", "seed", "temperature")}
+    assert found == {"adapter": 0, "seed": 7, "temperature": 0.5}
