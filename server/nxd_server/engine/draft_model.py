@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from nxd_infer.artifact.manifest import Manifest
 from nxd_infer.artifact.reader import LoadedArtifact
@@ -299,10 +299,14 @@ class DraftSpeculation(Speculation):
         self.draft = draft
         self._rates: WeakKeyDictionary[Generated, Acceptance] = WeakKeyDictionary()
         self._all = Acceptance()
+        self._left: WeakSet[Generated] = WeakSet()
+        """Choices whose text is too long to be read for what is left of their answers."""
         self._pause = RETRY
 
     def put(self, step: Step) -> Step:
         graph = self._graphs.get(step.graph.batch)
+        if not self.draft.ready:
+            self.wants = False
         if step.kind != "decode" or graph is None or not self.draft.ready:
             return step
         try:
@@ -319,15 +323,17 @@ class DraftSpeculation(Speculation):
         trial = bool(wanted) and not count
         if trial:
             self._passed += 1
-            if self._passed < self._pause:
-                return step
-            count = self._tokens
+            count = self._tokens if self._passed >= self._pause else 0
+        self.wants = count > 0
+        if not count or any(row.sequence.waits for row in step.rows):  # then the next one
+            return step
         missing = {sequence: draft.behind(sequence) for sequence in wanted}
         late = [one for one in wanted if missing[one] > self._tokens + 1]
-        # What reading costs is to be saved before the answer's longest end.
-        saved = {one: (one.max_new_tokens - len(one.output)) * plain * (1 - 1 / speed) for one in late}
-        late = [one for one in late if trial or draft.seconds_to_read(missing[one]) <= saved[one]]
-        if late:
+        for one in late if not trial else ():  # what reading costs is to be saved before the answer's longest end
+            saved = (one.max_new_tokens - len(one.output)) * plain * (1 - 1 / speed)
+            if draft.seconds_to_read(missing[one]) > saved:
+                self._left.add(one)
+        if late := [one for one in late if one not in self._left]:
             draft.read_on(first := min(late, key=missing.__getitem__), plain)
             missing[first] = draft.behind(first)
         ready = {one: rooms[one] for one in wanted if missing[one] <= self._tokens + 1}
@@ -342,7 +348,7 @@ class DraftSpeculation(Speculation):
 
     def _room(self, sequence: Generated) -> int:
         known = len(sequence.prompt) + len(sequence.output)
-        return max(0, min(room(sequence, self._tokens), self.draft.max_len - known))
+        return 0 if sequence in self._left else max(0, min(room(sequence, self._tokens), self.draft.max_len - known))
 
     def _best(self, step: Step, graph: Graph, rooms: dict[Generated, int]) -> tuple[int, float]:
         """Return how many guesses for these sequences give most tokens per second in this step, 0 if none do, and how

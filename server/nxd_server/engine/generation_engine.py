@@ -134,8 +134,7 @@ class Engine(EngineCore):
             self._draft = DraftModel(draft, manifest, self.restarts.another(), draft_costs)
             self._speculation = DraftSpeculation(self._draft, verifying, speculate, step_costs)
         self._inputs = {bucket.name: StepInputs(bucket, traced, model.arrays) for bucket in manifest.buckets}
-        self.depth = steps_in_flight(model, self._speculation.active)
-        """Most steps in flight."""
+        self._depths = {known: steps_in_flight(model, known) for known in (False, True)}
         self._prompt_tokens = self._reused_tokens = self._generated_tokens = 0
         self._live_tokens = 0
         """Cache positions that hold tokens of running choices, as far as the engine's thread has told."""
@@ -271,6 +270,11 @@ class Engine(EngineCore):
         ]
 
     # --- steps: the engine's thread -----------------------------------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        """Most steps in flight."""
+        return self._depths[self._speculation.wants]
 
     def _has_news(self) -> bool:
         return self._inbox.has_news

@@ -105,6 +105,8 @@ class Speculation:
         """``graphs`` verify, each at its batch size; ``tokens``: most guesses per row."""
         self._graphs = {graph.batch: graph for graph in graphs}
         self.active = bool(self._graphs)
+        self.wants = self.active
+        """Whether the next step may have guesses: then its tokens must be known before it begins."""
         self._tokens = tokens
         self._costs = costs
         self._lookups: WeakKeyDictionary[Generated, Lookup] = WeakKeyDictionary()
