@@ -33,7 +33,9 @@ FATAL = (RankError, CollectiveError, ModelClosedError, ConnectionError)
 WARM_UP_SECONDS = 0.75
 """Time limit for the graphs after the first, before the engine is ready."""
 WARM_SECONDS = 0.05
-"""A graph that takes longer is run only once during warm-up, because the start waits for it."""
+"""A graph that takes longer is run only once during warm-up, because the start waits for it ..."""
+FIRST_GRAPH_SECONDS = 0.25
+"""... the very first one if it takes longer than this: most of that is reading weights, cold or not."""
 OVERDUE_FACTOR = 20.0
 OVERDUE_SECONDS = 5.0
 """A step is overdue, and the engine not ready, after max(OVERDUE_SECONDS, OVERDUE_FACTOR x its measured time)."""
@@ -103,6 +105,10 @@ class StepCosts:
     def measured(self, name: str) -> bool:
         """Whether the graph's cost is measured; else it is an estimate."""
         return name in self._best or name in self._given
+
+    def settled(self, name: str) -> bool:
+        """Whether the graph's cost is measured, and not only while it was cold."""
+        return self.measured(name) and name not in self._first
 
     def smallest_first(self) -> list[str]:
         """Return the graphs' names, ordered by the number of tokens."""
@@ -278,7 +284,7 @@ class StepRunner:
         ``probe`` idle seconds, run the cheapest graph, to check that the ranks still answer."""
         age = inf if self.age is None else self.age
         names = self.costs.smallest_first()
-        new = next((name for name in names if not self.costs.measured(name)), None)
+        new = next((name for name in names if not self.costs.settled(name)), None)
         if new is not None and age >= self.costs[new]:
             self._measure(new)
         elif age >= probe:
@@ -289,13 +295,16 @@ class StepRunner:
         """Set the cost of ``bucket``: the faster of two executions.
 
         The first execution touches memory for the first time. A large graph runs only once, because this overhead is
-        small in its time, and later steps correct it. The very first graph always runs twice, because it also warms up
-        the ranks, and a graph that seems slow is never chosen, so nothing would correct its time.
+        small in its time, and later steps correct it. The very first graph also warms up the ranks, so if it runs once,
+        its next run counts, which is when the engine is idle at the latest: one that seems slow is never chosen.
         """
         cold = self._last is None
         seconds = self.timed(bucket, self._padding(bucket))[1]
-        if cold or seconds <= WARM_SECONDS:
+        if seconds <= (FIRST_GRAPH_SECONDS if cold else WARM_SECONDS):
             seconds = min(seconds, self.timed(bucket, self._padding(bucket))[1])
+        elif cold:
+            self.costs.observe(bucket, seconds)
+            return
         self.costs.set(bucket, seconds)
 
     def check_alive(self) -> None:

@@ -85,6 +85,16 @@ def test_large_graphs_wait_for_somebody_who_needs_them_or_until_the_engine_is_id
     assert ranks.ran == ["decode_b1"], "a sign of life"
 
 
+def test_a_start_waits_for_one_step_of_a_large_model_whose_cold_time_counts_until_the_next():
+    steps, ranks = machine({name: 3 * seconds for name, seconds in LARGE.items()})
+    warm(steps)
+    assert ranks.ran == ["decode_b1"] and steps.costs["decode_b1"] == pytest.approx(3 * LARGE["decode_b1"])
+    ranks.seconds, ranks.ran = LARGE, []
+    ranks.now += steps.costs["decode_b1"] + 0.01
+    steps.when_idle(probe=1e9)
+    assert ranks.ran == ["decode_b1"] and steps.costs["decode_b1"] == pytest.approx(LARGE["decode_b1"])
+
+
 def test_ranks_that_were_started_again_run_one_graph_and_what_is_known_stays():
     steps, ranks = machine(LARGE)
     warm(steps)
