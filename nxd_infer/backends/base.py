@@ -65,6 +65,10 @@ class Quantization:
     """Returns the values (float32) that graphs compute with for a rank's weight of any floating-point dtype."""
     nbytes: Callable[[Sequence[int]], int]
     """Returns the bytes of a weight of that shape in memory."""
+    inputs: Callable[[Tensor], Tensor] | None = None
+    """Returns the values of a layer's input x [..., K] that graphs multiply by; None: its own."""
+    note: str = ""
+    """What else a user should know of a trace with it: the rest of a sentence."""
 
 
 class RankRuntime(Protocol):
@@ -182,7 +186,7 @@ class Backend(Protocol):
     encodings: frozenset[str] = frozenset()
     """Forms in which its graphs read weights, besides "" for the stored one (``WeightSpec.encoding``)."""
     quantizations: Mapping[str, Quantization] = {}
-    """Values of ``quantize``: the encodings that round weights."""
+    """Values of ``quantize``: the encodings that round weights; those with more loss last."""
     unpacked: Mapping[str, Any] = {}
     """Options with which graphs read all weights in the stored form; empty if they always do."""
     kept: tuple[str, ...] = ()
@@ -286,9 +290,15 @@ def check_encodings(path: Path, manifest: Manifest, backend: Backend) -> None:
 
 
 def quantization_of(manifest: Manifest, backend: Backend) -> Quantization | None:
-    """Return the form that an artifact of this backend has weights in, None if all keep their values."""
+    """Return the form that an artifact of this backend was traced with, None if all weights keep their values: of
+    several the last, as a trace has some weights in a form with less loss."""
+    return next(reversed(list(quantizations_of(manifest, backend).values())), None)
+
+
+def quantizations_of(manifest: Manifest, backend: Backend) -> dict[str, Quantization]:
+    """Return all forms in which an artifact of this backend has rounded weights, by encoding."""
     encodings = {weight.encoding for weight in manifest.weights}
-    return next((form for form in backend.quantizations.values() if form.encoding in encodings), None)
+    return {form.encoding: form for form in backend.quantizations.values() if form.encoding in encodings}
 
 
 # --- compiler_args ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 from nxd_infer import trace
 from nxd_infer.artifact.manifest import MANIFEST_NAME
 from nxd_infer.backends import registry
-from nxd_infer.backends.base import quantization_of
+from nxd_infer.backends.base import quantization_of, quantizations_of
 from nxd_infer.checkpoint.source import weight_source
 from nxd_infer.cli import stop
 from nxd_infer.cli.console import Bars, console, duration, spinner
@@ -118,12 +118,15 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     seconds = _print_written(out, model.trace_report, f", {size(on_disk)}", start)
     if form := quantization_of(model.manifest, backend):
         weights = model.manifest.weights
-        rounded = [spec for spec in weights if spec.encoding == form.encoding]
+        forms = quantizations_of(model.manifest, backend)
+        rounded = [spec for spec in weights if spec.encoding in forms]
+        more = len([spec for spec in rounded if spec.encoding != form.encoding])
+        beside = f" ({more} in int8)" if more else ""
         before = sum(spec.nbytes for spec in weights)
-        saved = sum(spec.nbytes - form.nbytes(spec.shape) for spec in rounded)
+        saved = sum(spec.nbytes - forms[spec.encoding].nbytes(spec.shape) for spec in rounded)
         whose = "each rank holds {} of its" if stages == 1 else "the stages hold {} of their"
         console.print(
-            f"{form.name}: {whose.format(len(rounded))} {len(weights)} weights so, "
+            f"{form.name}: {whose.format(len(rounded))} {len(weights)} weights so{beside}, "
             f"{size(before - saved)} instead of {size(before)} in total; `nxd-infer verify` measures the accuracy"
         )
     return {**{name: model.trace_report[name] for name in ("graphs", "compiled")}, "seconds": seconds, "bytes": on_disk}

@@ -22,6 +22,9 @@ from nxd_infer.graph.flow import Flow, collective
 from nxd_infer.graph.passes import Nodes, aten, call, collective_sequence, output_of, written
 from nxd_infer.graph.stored import GraphFile
 
+HANDED = "handed:"
+"""What the names of handed values begin with."""
+
 
 @dataclass(frozen=True)
 class StagedGraph:
@@ -130,7 +133,7 @@ class _Stager(Flow):
             members.append(own)
             crossing |= self._taken(own)
         handed = self.ordered(crossing)
-        names = {node: f"handed:{number}" for number, node in enumerate(handed)}
+        names = {node: f"{HANDED}{number}" for number, node in enumerate(handed)}
         self._check_final(handed)
         specs = {node: _contiguous(names[node], node.meta["val"]) for node in handed}
         parts = [self._part(stage, members[stage], specs) for stage in range(self.count)]

@@ -6,7 +6,8 @@ ends in one row of single values, so every shape can be packed, and unpacks to t
 
 In eight bits, a decode step reads half the bytes: a weight becomes ``q * scale``, ``scale[n] = max|w[n]| / 127`` in
 float32, and ``q`` in -127 .. 127, rounded to nearest (ties to even). Activations keep their dtype. The packed tensor is
-int8 [N, K + 4]: in each block the ``[K][32]`` numbers, followed by its scales as float32.
+int8 [N, K + 4]: in each block the ``[K][32]`` numbers, followed by its scales as float32. Weights in four bits, which
+round activations too, are uint8 [N, groups, bytes] (:mod:`nxd_infer.ops.int4`).
 
 A weight [E, N, K] of experts is packed as E of these, one after another.
 """
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nxd_infer.ops import int4
 from nxd_infer.ops.composite import composite
 
 COLUMNS = 32
@@ -40,12 +42,13 @@ def _linears_fake(x: Tensor, layers: Sequence[Tensor], biased: bool) -> list[Ten
 
 @composite("packed_linears(Tensor x, Tensor[] layers, bool biased) -> Tensor[]", _linears_fake)
 def packed_linears(x: Tensor, layers: Sequence[Tensor], biased: bool = False) -> list[Tensor]:
-    """Compute ``F.linear(x, weight, bias)`` of one ``x`` for each packed ``weight`` [N, K], all of one form; x [..., K]
-    and the biases, float32 or bfloat16 -> [..., N] each.
+    """Compute ``F.linear(x, weight, bias)`` of one ``x`` for each packed ``weight`` of N rows, all of one form; x
+    [..., K] and the biases, float32 or bfloat16 -> [..., N] each.
 
     The native operator adds in float32, in the order of ``k``, and rounds once. A row's result is bit-equal alone, in
     any batch and with any number of threads: it does not depend on other rows. Integers below 128 are exact in
-    bfloat16, so it adds ``q`` of eight bits like a plain weight, and multiplies the sum by the scale.
+    bfloat16, so it adds ``q`` of eight bits like a plain weight, and multiplies the sum by the scale. Products of four
+    bits have the bits of this reference, with any instructions.
 
     Threads start and synchronise once for all weights, which is the main cost of small matrices.
 
@@ -54,11 +57,14 @@ def packed_linears(x: Tensor, layers: Sequence[Tensor], biased: bool = False) ->
     """
     results = []
     for weight, bias in _split(layers, biased):
-        if weight.dtype != torch.int8:
+        if weight.dtype not in (torch.int8, torch.uint8):
             results.append(F.linear(x, unpack(weight), bias))
             continue
-        q, scale = unpack_int8(weight)
-        y = F.linear(x.float(), q.float()) * scale
+        if weight.dtype == torch.uint8:
+            y = int4.linear(x, weight)
+        else:
+            q, scale = unpack_int8(weight)
+            y = F.linear(x.float(), q.float()) * scale
         results.append((y if bias is None else y + bias.float()).to(x.dtype))
     return results
 

@@ -175,7 +175,8 @@ def make_plan(request: TraceRequest) -> TracePlan:
         buckets.append(PlannedBucket(bucket.name, tuple(shown)))
     notes = []
     if options.quantize is not None:
-        notes.append(f"note: linear layers keep their weights in {options.quantize} in memory, not in the artifact")
+        form = backend.quantizations[options.quantize]
+        notes.append(f"note: linear layers keep their weights in {form.name} in memory, not in the artifact{form.note}")
     if ignored := " ".join(request.ignored_arguments):
         notes.append(f"note: the {backend.name} backend ignores what is for the Neuron compiler: {ignored}")
     return TracePlan(

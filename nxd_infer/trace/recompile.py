@@ -14,7 +14,7 @@ from nxd_infer.artifact.manifest import FORMAT, PACKED_REQUIREMENT, Manifest
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.artifact.writer import ArtifactWriter
 from nxd_infer.backends import registry
-from nxd_infer.backends.base import Backend, check_encodings, quantization_of
+from nxd_infer.backends.base import Backend, check_encodings, quantization_of, quantizations_of
 from nxd_infer.errors import TraceError
 from nxd_infer.graph.canonical import configuration, name_lowered, stored_graph
 from nxd_infer.graph.stored import read_graph, write_graph
@@ -49,17 +49,18 @@ def parallel_model_recompile(request: RecompileOptions) -> dict[str, Any]:
     source = load_artifact(request.load_dir, runs_here=False)
     backend = tracing_backend(request.backend or source.manifest.backend)
     require_stages(backend, source.manifest.pp_degree)
-    form = None
-    """The form of its rounded weights, if it has any."""
+    form, rounded = None, ()
+    """The form that it was traced with, and all encodings of its rounded weights, if it has any."""
     if any(weight.encoding for weight in source.manifest.weights):
         traced_for = registry.get(source.manifest.backend)
         check_encodings(source.path, source.manifest, traced_for)
         form = quantization_of(source.manifest, traced_for)
+        rounded = tuple(quantizations_of(source.manifest, traced_for))
     options, ignored = options_of(backend, request.compiler_args, request.target, None if form is None else form.name)
     make_workdir(request)
     with tempfile.TemporaryDirectory(prefix="nxd-recompile-", ignore_cleanup_errors=True) as build:
         manifest = source.manifest.model_copy(deep=True)
-        directories = _lower(source, manifest, backend, options, () if form is None else (form.encoding,), Path(build))
+        directories = _lower(source, manifest, backend, options, rounded, Path(build))
         report = compile_directories(directories, manifest.buckets, backend, options, request)
         manifest.target, manifest.versions = backend.target(options), made_by(report.pop("compiler"))
         progress("write artifact", 0, 1, "")

@@ -1,11 +1,12 @@
 """Measure the accuracy lost to rounded weights: the model with quantized weights against the model with its own.
 
-Both run eagerly and unsharded. :mod:`.artifact` checks that the artifact equals the model with quantized weights.
+Both run eagerly and unsharded. :mod:`.artifact` checks that the artifact equals the model with quantized weights, whose
+layers round their inputs if the artifact's do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from nxd_infer.artifact.manifest import Manifest
+from nxd_infer.artifact.manifest import Manifest, WeightSpec
 from nxd_infer.artifact.reader import LoadedArtifact
 from nxd_infer.backends import registry as backends
-from nxd_infer.backends.base import Quantization, quantization_of
+from nxd_infer.backends.base import Quantization, quantization_of, quantizations_of
 from nxd_infer.errors import ModelConfigError
 from nxd_infer.hugging_face import weights as hf
 from nxd_infer.layout import TensorLayout, shard_tensor
@@ -42,25 +44,38 @@ class RoundedSource(WrappedSource):
     def __init__(self, manifest: Manifest, source: Any):
         """``source``: the original weights (a WeightSource), under the names of the manifest's layout."""
         self._source = source
-        self._form = form = quantization(manifest)
-        self._parts: dict[str, list[tuple[TensorLayout, torch.dtype]]] = {}
+        forms = quantizations_of(manifest, backends.get(manifest.backend))
+        self._parts: dict[str, list[tuple[TensorLayout, WeightSpec, Quantization]]] = {}
         for spec in manifest.weights:
-            if form is not None and spec.encoding == form.encoding:
-                for rank in manifest.layout["weights"][spec.name]["ranks"]:
-                    layout = TensorLayout.from_json(rank)
-                    for name in layout.names:
-                        self._parts.setdefault(name, []).append((layout, spec.torch_dtype))
+            for rank in manifest.layout["weights"][spec.name]["ranks"] if spec.encoding in forms else ():
+                layout = TensorLayout.from_json(rank)
+                for name in layout.names:
+                    self._parts.setdefault(name, []).append((layout, spec, forms[spec.encoding]))
 
     def read(self, name: str, slices: Any = None) -> Tensor:
-        if self._form is None or name not in self._parts:
+        if name not in self._parts:
             return self._source.read(name, slices)
-        whole = torch.empty(self._source.shape(name), dtype=self._parts[name][0][1])
-        for layout, dtype in self._parts[name]:
-            rounded = self._form.rounded(shard_tensor(self._source, layout, dtype))
+        whole = torch.empty(self._source.shape(name), dtype=self._parts[name][0][1].torch_dtype)
+        for layout, spec, form in self._parts[name]:
+            rounded = form.rounded(shard_tensor(self._source, layout, spec.torch_dtype))
             for block in layout.blocks():
                 if block.name == name:
-                    whole[block.logical_slices] = rounded[block.local_slices].to(dtype)
+                    whole[block.logical_slices] = rounded[block.local_slices].to(spec.torch_dtype)
         return whole if slices is None else whole[slices]
+
+    def load(self, model: nn.Module) -> tuple[nn.Module, list[RemovableHandle]]:
+        """Load ``model`` with these weights, and let its layers round their inputs as the ranks do, each its part of K;
+        until the handles are removed."""
+        layers: dict[nn.Module, tuple[Callable[[Tensor], Tensor], int]] = {}
+        for name, ((_, spec, form), *_) in self._parts.items():
+            if form.inputs is not None:
+                layers[model.get_submodule(name.rpartition(".")[0])] = form.inputs, spec.shape[-1]
+
+        def rounding(inputs: Callable[[Tensor], Tensor], size: int) -> Callable[[nn.Module, Any], Any]:
+            return lambda _, args: (inputs(args[0].unflatten(-1, (-1, size))).flatten(-2), *args[1:])
+
+        handles = [layer.register_forward_pre_hook(rounding(*how)) for layer, how in layers.items()]
+        return hf.load(model, self), handles
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,7 @@ def of_text(artifact: LoadedArtifact, model_dir: Path, weights: Any, text: str, 
         model = registry.build(model_dir, "generate", dtype_of(meta["dtype"]))
     hf.load(model, weights).eval()
     own = model(ids[None])[0].float()
-    hf.load(model, RoundedSource(artifact.manifest, hf.named_weights(model, weights)))
+    RoundedSource(artifact.manifest, hf.named_weights(model, weights)).load(model)
     rounded = model(ids[None])[0].float()
     difference = (rounded - own).abs()
     return Accuracy(

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from nxd_infer.backends.cpu import packing
-from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8, PACKED_OPTION, QUANTIZATIONS, QUANTIZE
+from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8, PACKED_OPTION, QUANTIZATIONS, QUANTIZE, ROUNDED
 from nxd_infer.backends.cpu.fuse import fuse
 from nxd_infer.backends.cpu.scaled import separate_scales
 from nxd_infer.graph import passes
@@ -117,14 +117,14 @@ def _choose(
     minimum = options.get(PACKED_OPTION, 0)
     if library is not None:
         separate_scales(nodes, minimum)
-    if kept := {weight.name for graph in graphs for weight in graph.file.weights if weight.encoding}:
+    if kept := {weight.name: weight.encoding for graph in graphs for weight in graph.file.weights if weight.encoding}:
         found = packing.choose(nodes, 1, PACKED_INT8)
-        return {name: form for name, form in found.items() if name in kept or form != PACKED_INT8}
+        return {name: kept.get(name, form) for name, form in found.items() if name in kept or form != PACKED_INT8}
     quantization = QUANTIZATIONS.get(options.get(QUANTIZE, ""))
     form = PACKED if quantization is None else quantization.encoding
-    found = packing.choose(nodes, minimum, form)
+    found = packing.choose(nodes, minimum, form, packing.heads(graphs) if form != PACKED else ())
     if library is None:  # then packed weights are slower than plain ones
-        return {name: form for name, form in found.items() if form == PACKED_INT8}
+        return {name: form for name, form in found.items() if form in ROUNDED}
     return found
 
 

@@ -4,15 +4,14 @@ An encoding is chosen once per weight, over all buckets of a rank: packed only i
 linear, ``x @ W.T (+ b)`` in one of the forms that export leaves of it, or (of a table that is a linear's weight too) an
 embedding; or if every use is ``x @ W (+ b)``, of its transpose; or if every use is ``expert_linear``, or every use is
 that of its transpose. Otherwise the weight stays plain everywhere. Values do not matter, so ranks with equal graphs
-agree. A trace that quantises packs all but those of a transpose in eight bits: a tied table, too, so that there is one
-copy of it.
+agree. A trace that quantises rounds all but those of a transpose: a tied table, too, so that there is one copy of it.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,19 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from nxd_infer.artifact.manifest import WeightSpec
-from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_INT8, PACKED_STORED
+from nxd_infer.backends.cpu.encodings import (
+    PACKED,
+    PACKED_ACROSS,
+    PACKED_STORED,
+    ROUNDED,
+    form_beside,
+    held_shape,
+    int4_form,
+)
+from nxd_infer.graph.canonical import Graph, weight_nodes
 from nxd_infer.graph.passes import call, native_operator, placeholders, tensors_of, written
-from nxd_infer.ops.packed import DTYPES, packable, packed_shape
+from nxd_infer.graph.stages import HANDED
+from nxd_infer.ops.packed import DTYPES, packable
 
 aten = torch.ops.aten
 
@@ -49,9 +58,12 @@ class Use:
     experts: fx.Node | None = None
 
 
-def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = PACKED) -> dict[str, str]:
+def choose(
+    buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = PACKED, heads: Collection[str] = ()
+) -> dict[str, str]:
     """``{weight: form}`` for placeholders by weight name, one mapping per bucket; empty for a ``minimum`` of 0.
-    Weights that are used across, and those that choose experts, have a form that rounds nothing."""
+    Weights that are used across, and those that choose experts, have a form that rounds nothing; tables, experts and
+    ``heads`` the one of :func:`form_beside`."""
     chosen: dict[str, str] = {}
     routers = _routers({weight.graph for bucket in buckets for weight in bucket.values()})
     for name in dict.fromkeys(name for bucket in buckets for name in bucket) if minimum else ():
@@ -63,7 +75,8 @@ def choose(buckets: Sequence[Mapping[str, fx.Node]], minimum: int, form: str = P
             if value.dtype != torch.int8 and any(use.node in routers for use in known):
                 chosen[name] = PACKED
             elif value.numel() * value.element_size() >= minimum and len(across) == 1:
-                plain = PACKED_STORED if value.dtype == torch.int8 else form
+                beside = value.dim() == 3 or name in heads or any(use.ids is not None for use in known)
+                plain = PACKED_STORED if value.dtype == torch.int8 else form_beside(form) if beside else form
                 chosen[name] = PACKED_ACROSS if across == {True} else plain
     return chosen
 
@@ -82,6 +95,26 @@ def _routers(graphs: Iterable[fx.Graph]) -> set[fx.Node]:
             else:
                 waiting += node.all_input_nodes
     return found
+
+
+def heads(graphs: Sequence[Graph]) -> set[str]:
+    """Return the weights of linear layers whose results no other layer reads, in every bucket; a later pipeline stage
+    reads what is handed to it. ``graphs``: canonical, where what is written to a state is a value."""
+    found: dict[str, bool] = {}
+    for graph in graphs:
+        weights = weight_nodes(graph.module, graph.file)
+        names = {use.node: name for name, weight in weights.items() for use in uses(weight) or () if use.x is not None}
+        *_, output = graph.module.graph.nodes
+        given = zip(output.args[0], graph.file.outputs, strict=False)  # pyright: ignore[reportArgumentType]
+        handed = {node for node, spec in given if spec.name.startswith(HANDED)}
+        read: set[fx.Node] = set()
+        for node in reversed(graph.module.graph.nodes):
+            layers = [user in names or isinstance(user.target, HigherOrderOperator) for user in node.users]
+            if node in handed or any(layers) or not read.isdisjoint(node.users):
+                read.add(node)
+        for node, name in names.items():
+            found[name] = found.get(name, True) and node.graph is graph.module.graph and node not in read
+    return {name for name, last in found.items() if last}
 
 
 def insert(weights: Mapping[str, fx.Node], encodings: Mapping[str, str], library: Any) -> bool:
@@ -109,11 +142,12 @@ def encoded_spec(spec: WeightSpec, form: str) -> WeightSpec:
         *several, rows, columns = spec.shape
         stride = [rows * columns] * len(several) + [rows, 1]
         return spec.model_copy(update={"encoding": form, "shape": [*several, columns, rows], "stride": stride})
-    if form != PACKED_STORED and (form != PACKED_INT8 or spec.dtype == "int8"):  # as artifacts of format 1.0 have it
+    if form != PACKED_STORED and (form not in ROUNDED or spec.dtype == "int8"):  # as artifacts of format 1.0 have it
         return spec.model_copy(update={"encoding": form})
-    shape = packed_shape(spec.shape)
+    shape = held_shape(spec.shape, form)
     stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    return spec.model_copy(update={"encoding": form, "dtype": "int8", "shape": shape, "stride": stride})
+    dtype = "int8" if int4_form(form) is None else "uint8"
+    return spec.model_copy(update={"encoding": form, "dtype": dtype, "shape": shape, "stride": stride})
 
 
 def _hold(weight: fx.Node, found: Iterable[Use], form: str) -> None:
@@ -121,8 +155,9 @@ def _hold(weight: fx.Node, found: Iterable[Use], form: str) -> None:
     for node in {weight, *(use.weight for use in found)}:
         value = node.meta["val"]
         with value.fake_mode:
-            if form in (PACKED_INT8, PACKED_STORED):
-                node.meta["val"] = torch.empty(packed_shape(value.shape), dtype=torch.int8)
+            if form in ROUNDED or form == PACKED_STORED:
+                dtype = torch.int8 if int4_form(form) is None else torch.uint8
+                node.meta["val"] = torch.empty(held_shape(value.shape, form), dtype=dtype)
             else:
                 node.meta["val"] = value.new_empty(value.mT.shape)
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from nxd_infer.artifact.manifest import Manifest, TensorSpec, WeightSpec
 from nxd_infer.artifact.rank_weights import load_initial_states, load_weights
 from nxd_infer.backends.base import RankRuntime
-from nxd_infer.backends.cpu.encodings import PACKED_ACROSS, PACKED_INT8, PACKED_STORED
+from nxd_infer.backends.cpu.encodings import PACKED_ACROSS, PACKED_INT8, PACKED_STORED, int4_form
 from nxd_infer.backends.cpu.packing import encoded_spec
 from nxd_infer.errors import ArtifactCorruptError
-from nxd_infer.ops import packed
+from nxd_infer.ops import int4, packed
 
 _ALIGNMENT = 64
 _LARGE = 2 << 20
@@ -85,9 +85,13 @@ class PackedWeights:
 
 def pack(spec: WeightSpec, plain: Tensor, out: Tensor, library: Any) -> None:
     """Write ``plain`` in the encoding of ``spec`` into ``out``."""
-    small = spec.encoding in (PACKED_INT8, PACKED_STORED)
-    into = packed.pack_int8 if small else packed.pack
-    into(plain.mT if spec.encoding == PACKED_ACROSS else plain, out=out, library=library)
+    plain = plain.mT if spec.encoding == PACKED_ACROSS else plain
+    if form := int4_form(spec.encoding):
+        int4.pack(plain, *form, out=out, library=library)
+    elif spec.encoding in (PACKED_INT8, PACKED_STORED):
+        packed.pack_int8(plain, out=out, library=library)
+    else:
+        packed.pack(plain, out=out, library=library)
 
 
 def _mapped(manifest: Manifest, weight_file: Path) -> dict[str, Tensor]:
@@ -151,9 +155,9 @@ def packer(manifest: Manifest, runtime: RankRuntime) -> Any | None:
     encodings = {spec.encoding for spec in manifest.weights if spec.encoding}
     if not encodings:
         return None
-    needed = "pack_int8" if PACKED_INT8 in encodings else "pack"
+    needed = {"pack_int4" if int4_form(one) else "pack_int8" if one == PACKED_INT8 else "pack" for one in encodings}
     libraries = [runtime.library(content_hash) for content_hash in manifest.ops]
-    return next((library for library in libraries if needed in library.ops), None)
+    return next((library for library in libraries if needed <= set(library.ops)), None)
 
 
 def extent(spec: TensorSpec | WeightSpec) -> int:

@@ -16,12 +16,14 @@ from tests.support.ops.native_sampling import digest
 pytestmark = needs_native
 
 KERNELS = """
-from tests.support.ops import expert_products, native_attention, native_sampling, packed_products
+from tests.support.ops import expert_products, int4_products, native_attention, native_sampling, packed_products
 library = native.load()
 packed_products.check_threads_that_wait(library)
 for kind in packed_products.KINDS.values():
     packed_products.check_every_shape(library, kind)
     packed_products.check_rows_alone_and_together(library, kind)
+int4_products.check_every_shape(library)
+int4_products.check_rows_alone_and_together(library)
 expert_products.check_every_shape(library)
 expert_products.check_rows_alone_and_together(library)
 native_attention.check_every_kernel(library)

@@ -60,7 +60,7 @@ Cpu detect() {
   const bool avx512 = (saved & 0xe0) == 0xe0 && bit(seven.b, 16) && bit(seven.b, 17) && bit(seven.b, 30) &&
                       bit(seven.b, 31);
   if (!avx512) return Cpu::avx2;
-  if (!bit(more.a, 5)) return Cpu::avx512;
+  if (!bit(more.a, 5) || !bit(seven.c, 11)) return Cpu::avx512;
   const bool amx = (saved & 0x60000) == 0x60000 && bit(seven.d, 22) && bit(seven.d, 24) && tiles_permitted();
   return amx ? Cpu::amx_bf16 : Cpu::avx512_bf16;
 }

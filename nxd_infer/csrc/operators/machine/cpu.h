@@ -4,8 +4,8 @@
 
 namespace nxd {
 
-// Each level includes those before it. avx512 means F, BW, DQ and VL; avx512_bf16 adds the bfloat16 dot product;
-// amx_bf16 adds the tiles, with the kernel's permission to use them.
+// Each level includes those before it. avx512 means F, BW, DQ and VL; avx512_bf16 adds the bfloat16 dot product, and that
+// of bytes (VNNI), which all processors with it have; amx_bf16 adds the tiles, with the kernel's permission to use them.
 enum class Cpu { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx_bf16 = 4 };
 
 // The best level of this machine, or a lower one set by the environment variable NXD_INFER_CPU_LEVEL (portable, avx2, avx512,

@@ -1,7 +1,8 @@
-// packed_linears: layers of one x over packed weights (packed.h), plain or of eight bits. Shares their blocks among
+// packed_linears: layers of one x over packed weights (packed.h), plain, or of eight or four bits. Shares their blocks among
 // threads.
 #include "packed/packed.h"
 #include "packed/left.h"
+#include "packed/nibble_panels.h"
 #include "packed/product.h"
 #include "machine/parallel.h"
 #include "interface/plans.h"
@@ -27,19 +28,21 @@ struct Layer {
   const T* bias;  // or nullptr
   T* y;
   int64_t N;
+  int64_t row;      // values from one row of the stored weight to the next
+  NibbleForm form;  // of one of four bits
 
   int64_t blocks() const { return (N + kColumns - 1) / kColumns; }
 };
 
 // Tells the crew which weights each worker reads now: it prefetches those that were read next last time.
 template <typename T, typename W>
-void announce(const std::vector<Layer<T, W>>& layers, int64_t blocks, int64_t workers, int64_t K) {
-  const int64_t column_bytes = row_size<W>(K) * static_cast<int64_t>(sizeof(W));
+void announce(const std::vector<Layer<T, W>>& layers, int64_t blocks, int64_t workers) {
   int64_t before = 0;
   for (const Layer<T, W>& layer : layers) {
     Spans* spans = begins(layer.weight);
     if (spans == nullptr) return;
     // The first column of this layer that does not belong to the workers before `worker`.
+    const int64_t column_bytes = layer.row * static_cast<int64_t>(sizeof(W));
     const auto column = [&](int64_t worker) {
       const int64_t block = blocks * std::min(worker, workers) / workers - before;
       return std::clamp<int64_t>(block * kColumns, 0, layer.N);
@@ -67,14 +70,14 @@ void multiply(const Kernel<P>& kernel, const T* x, const std::vector<Layer<T, W>
     const int64_t grain = std::max<int64_t>(1, kSmallWork / std::max<int64_t>(1, work));
     const int64_t workers = std::clamp<int64_t>(blocks / grain, 1, thread_count());
     Stretches stretches(blocks, workers);
-    if (first + rows == M) announce(layers, blocks, workers, K);
+    if (first + rows == M) announce(layers, blocks, workers);
     work_together(workers, [&](int64_t worker) {
       float* sums = sums_scratch.take<float>(round_up(rows, 32) * kColumns);
       kernel.begin();
       stretches.work(worker, [&](int64_t begin, int64_t end) {
         int64_t before = 0;
         for (const Layer<T, W>& layer : layers) {
-          Panels<P, W> panels(layer.weight, layer.N, K, kernel.step);
+          Panels<P, W> panels(layer.weight, layer.N, K, kernel.step, layer.form);
           const int64_t last = std::min(end - before, layer.blocks());
           for (int64_t block = std::max<int64_t>(0, begin - before); block < last; block++) {
             const int64_t column = block * kColumns, width = panels.multiply(kernel, left, block, sums);
@@ -100,11 +103,11 @@ struct Operands {
   Tensor x;  // contiguous
   std::vector<Tensor> weights, biases, results;
   int64_t M, K;
-  bool int8;  // the weights
+  int32_t stored;  // dtype of the weights: that of x, int8, or uint8 for four bits
 
   // `layers` has the weights, followed by a bias for each if `biased`.
   Operands(const Tensor& x_in, const std::vector<Tensor>& layers, bool biased)
-      : x(contiguous(x_in)), M(1), int8(!layers.empty() && layers[0].dtype() == aoti_torch_dtype_int8()) {
+      : x(contiguous(x_in)), M(1), stored(x.dtype()) {
     const int32_t dtype = x.dtype();
     if ((dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_bfloat16()) || x.dim() == 0) {
       refuse("the input is float32 or bfloat16 of shape [.., K], got " + typed(x));
@@ -116,10 +119,13 @@ struct Operands {
     auto shape = shape_of(x);
     for (size_t d = 0; d + 1 < shape.size(); d++) M *= shape[d];
     K = shape.back();
+    const int32_t first = layers[0].dtype();
+    if (first == aoti_torch_dtype_int8() || first == aoti_torch_dtype_uint8()) stored = first;
     for (size_t i = 0; i < count; i++) {
       const Tensor& weight = layers[i];
-      const bool fits = weight.dtype() == (int8 ? aoti_torch_dtype_int8() : dtype) && weight.dim() == 2 &&
-          weight.is_contiguous() && weight.size(1) == (int8 ? row_size<int8_t>(K) : K);
+      const bool fits = weight.dtype() == stored && weight.is_contiguous() &&
+          (four() ? weight.dim() == 3 && form(weight).valid() && weight.size(1) == form(weight).groups(K)
+                  : weight.dim() == 2 && weight.size(1) == (eight() ? row_size<int8_t>(K) : K));
       if (!fits) refuse("the input " + typed(x) + " does not fit the packed weight " + typed(weight));
       weights.push_back(weight);
       shape.back() = weight.size(0);
@@ -133,6 +139,10 @@ struct Operands {
     }
   }
 
+  bool eight() const { return stored == aoti_torch_dtype_int8(); }
+  bool four() const { return stored == aoti_torch_dtype_uint8(); }
+  NibbleForm form(const Tensor& weight) const { return NibbleForm{four() ? weight.size(2) : 0}; }
+
   template <typename T, typename W>
   std::vector<Layer<T, W>> layers() const {
     std::vector<Layer<T, W>> all;
@@ -140,7 +150,8 @@ struct Operands {
       all.push_back(Layer<T, W>{
           static_cast<const W*>(weights[i].data_ptr()),
           biases.empty() ? nullptr : static_cast<const T*>(biases[i].data_ptr()),
-          static_cast<T*>(results[i].data_ptr()), weights[i].size(0)});
+          static_cast<T*>(results[i].data_ptr()), weights[i].size(0), weights[i].size(1) * (four() ? weights[i].size(2) : 1),
+          form(weights[i])});
     }
     return all;
   }
@@ -177,7 +188,8 @@ class PlannedLinears : public Planned {
 
 template <typename T>
 std::unique_ptr<Planned> planned(const Operands& all, const Kernel<T>& kernel) {
-  if (!all.int8) return std::make_unique<PlannedLinears<T, T, T>>(kernel, all);
+  if (all.four()) return std::make_unique<PlannedLinears<Nibbles, T, Nibbles>>(nibble_kernel(), all);
+  if (!all.eight()) return std::make_unique<PlannedLinears<T, T, T>>(kernel, all);
   const Kernel<int8_t>& narrow = int8_kernel<T>();
   // With more groups of rows every block would be widened more often.
   if (all.M > 2 * narrow.width) return std::make_unique<PlannedLinears<T, T, int8_t>>(kernel, all);

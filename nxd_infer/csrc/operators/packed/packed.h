@@ -10,7 +10,7 @@
 // In eight bits, w[n][k] = q[n][k] * scale[n] with q in -127 .. 127, it is int8 [N, K + 4]: each block has [K][32]
 // integers, followed by its scales as float32. Those integers are exact in bfloat16 and float32. So a product is that
 // with q as the weight, times the scale; it is bit-equal whether a kernel widens q in registers (few rows) or a whole
-// block beforehand (many).
+// block beforehand (many). Four bits are another form, with kernels of its own: nibbles.h.
 #pragma once
 
 #include "machine/scalar.h"
@@ -28,6 +28,18 @@ template <typename T>
 constexpr int64_t group_of() {
   return sizeof(T) == 2 ? 2 : 1;
 }
+
+constexpr int64_t kCell = 32;  // values of k that are summed as whole numbers, in four bits
+
+// How a weight of four bits (nibbles.h) has its groups of k.
+struct NibbleForm {
+  int64_t bytes;  // of a row's group
+
+  bool zeros() const { return bytes % 2 != 0; }
+  int64_t group() const { return (bytes - 2) / 2 * 4; }
+  int64_t groups(int64_t K) const { return (K + group() - 1) / group(); }
+  bool valid() const { return group() >= kCell && group() % kCell == 0; }
+};
 
 // Position of column c of k in a block that is `width` columns wide.
 template <typename T>

@@ -80,7 +80,7 @@ NXD_CLONES void scale(float* sums, int64_t rows, int64_t width, const char* scal
 template <typename T, typename W = T>
 class Panels {
  public:
-  Panels(const W* weight, int64_t N, int64_t K, int64_t step)
+  Panels(const W* weight, int64_t N, int64_t K, int64_t step, NibbleForm = {})
       : weight_(weight), N_(N), K_(K), step_(step), padded_(round_up(K, step)) {
     room_ = panel_scratch.take<T>(padded_ * kColumns);
   }
