@@ -142,7 +142,9 @@ def test_what_is_no_form_is_refused_with_the_list() -> None:
         ):
             trace(bad)
     for other in ("xla", "neuron"):
-        with pytest.raises(TraceConfigError, match=f"the {other} backend keeps weights as they are, got quantize='int4'"):
+        with pytest.raises(
+            TraceConfigError, match=f"the {other} backend keeps weights as they are, got quantize='int4'"
+        ):
             check_quantize(backends.get(other), "int4")
 
 

@@ -33,6 +33,7 @@ ROWS = torch.randn(5, 33, generator=torch.Generator().manual_seed(1)).bfloat16()
 KINDS: dict[str, tuple[Any, ...]] = {
     "tied": (packed_models.tied, TOKENS, packed_models.tied_weights, {"tp_degree": 2}),
     "int8": (packed_models.tied, TOKENS, packed_models.tied_weights, {"tp_degree": 2, "quantize": "int8"}),
+    "int4": (packed_models.tied, TOKENS, packed_models.tied_weights, {"tp_degree": 2, "quantize": "int4-asym"}),
     "stages": (packed_models.chain, ROWS, packed_models.chain_weights, {"pp_degree": 2, "pipeline_cuts": ["0"]}),
     "forms": (packed_models.forms, ROWS, packed_models.forms_weights, {}),
 }
