@@ -97,7 +97,7 @@ class CompressedTensors:
 
     def __str__(self) -> str:
         kinds = dict.fromkeys(f"{one.form}, {one.bits} bits" for one in self.schemes)
-        return f"compressed-tensors ({'; '.join(kinds)})"
+        return f"compressed-tensors ({'; '.join(kinds) or 'plain'})"
 
     def layers(self, source: WeightSource) -> Iterator[Layer]:
         for module in modules(source, "weight_scale"):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nxd_infer.layout.sources import WeightSource
 
 WORD = 32
+SCALES = ("float32", "float16", "bfloat16")
 NO_ACTIVATIONS = "activations are not rounded"
 
 
@@ -66,7 +67,7 @@ class Stored:
         start, stop = wanted[self.along].start, wanted[self.along].stop
         wanted[self.along] = slice(start // each, -(-stop // each))
         found = source.read(self.name, wanted[::-1] if self.transposed else wanted)
-        found = found.T if self.transposed else found
+        found = found.T.contiguous() if self.transposed else found
         if not self.bits:
             return found
         if self.one_less:
@@ -99,40 +100,51 @@ class Layer:
         return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
 
     def checked(self, source: WeightSource) -> Layer:
-        """Return the layer. Raises CheckpointError if its tensors have other shapes."""
+        """Return the layer. Raises CheckpointError if its tensors have other shapes or dtypes."""
         for one, sizes in ((self.levels, self.shape), (self.scales, self.count), (self.zeros, self.count)):
-            found = (*source.shape(one.name), 1, 1)[:2] if one else ()
-            if one and found != (wanted := one.shape(*sizes)):
+            if one is None:
+                continue
+            found, kind = (*source.shape(one.name), 1, 1)[:2], str(source.dtype(one.name)).removeprefix("torch.")
+            if found != (wanted := one.shape(*sizes)):
                 raise misfit(one.name, f"its shape is {list(found)}, expected {list(wanted)}")
+            if (one.bits and kind != "int32") or (one is self.scales and kind not in SCALES):
+                raise misfit(one.name, f"it is {kind}")
+        if self.index and source.shape(self.index) != self.shape[1:]:
+            raise misfit(self.index, f"its shape is {list(source.shape(self.index))}, expected [{self.shape[1]}]")
         return self
 
     def read(self, source: WeightSource, rows: range, columns: range) -> Tensor:
         """Return ``weight[rows, columns]``, dequantised; reads about that part only."""
-        blocks = [self._blocks(source, dim, wanted) for dim, wanted in enumerate((rows, columns))]
-        (held_rows, _), (held_columns, _) = blocks
-
-        def spread(stored: Stored) -> Tensor:
-            found = stored.read(source, held_rows, held_columns).to(self.dtype)
-            for dim, (_, index) in enumerate(blocks):  # one for all stays one
-                found = found if found.shape[dim] == 1 else found.index_select(dim, index)
-            return found
-
-        wanted = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-        found = self.levels.read(source, *wanted).to(self.dtype)
-        return (found if self.zeros is None else found - spread(self.zeros)) * spread(self.scales)
-
-    def _blocks(self, source: WeightSource, dim: int, wanted: range) -> tuple[slice, Tensor]:
-        """Return the blocks that elements of a dimension belong to, and each one's, counted from the first of them."""
         import torch  # slow
 
-        if dim and self.index:
-            blocks = source.read(self.index, (slice(wanted.start, wanted.stop),)).long()
-        else:
-            blocks = torch.arange(wanted.start, wanted.stop) // self.block[dim]
-        first, last = int(blocks.min()), int(blocks.max())
-        if first < 0 or last >= self.count[dim]:
-            raise misfit(self.index, f"it names group {first if first < 0 else last} of {self.count[dim]}")
-        return slice(first, last + 1), blocks - first
+        wanted = rows, columns
+        blocks = [slice(one.start // size, -(-one.stop // size)) for one, size in zip(wanted, self.block, strict=True)]
+        index = source.read(self.index, (_slice(columns),)).long() if self.index else None
+        if index is not None and torch.equal(index, torch.arange(columns.start, columns.stop) // self.block[1]):
+            index = None  # neighbours after all, which is faster
+        if index is not None:
+            first, last = int(index.min()), int(index.max())
+            if first < 0 or last >= self.count[1]:
+                raise misfit(self.index, f"it names the groups {first} to {last}, of {self.count[1]}")
+            blocks[1] = slice(first, last + 1)
+
+        def spread(stored: Stored) -> Tensor:
+            found = stored.read(source, *blocks).to(self.dtype)
+            for dim, (part, size, held) in enumerate(zip(wanted, self.block, blocks, strict=True)):
+                if found.shape[dim] == 1:  # one for all stays one
+                    continue
+                if dim and index is not None:
+                    found = found.index_select(dim, index - held.start)
+                else:
+                    found = found.repeat_interleave(size, dim).narrow(dim, part.start - held.start * size, len(part))
+            return found
+
+        found = self.levels.read(source, *map(_slice, wanted)).to(self.dtype)
+        return (found if self.zeros is None else found - spread(self.zeros)) * spread(self.scales)
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop)
 
 
 def modules(source: WeightSource, part: str) -> list[str]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.hugging_face.weights import stored_weights, weights
 from nxd_infer.layout.sources import SafetensorsSource
-from nxd_models.registry import load_config
+from nxd_models.registry import load_config, load_model
 from tests.support.models import quantized
 from tests.support.models.quantized import AWQ, GPTQ, compressed_config
 from tests.support.tiny_models import write_tiny
@@ -28,6 +28,7 @@ FORMS = {
     "gptq, zeros of 0": (GPTQ, quantized.gptq(symmetric=False, positive=True)),
     "gptq_v2": ({**GPTQ, "checkpoint_format": "gptq_v2"}, quantized.gptq(symmetric=False, v2=True)),
     "gptq, no lm_head": ({**GPTQ, "dynamic": {"-:lm_head": {}}}, quantized.gptq()),
+    "gptq, lm_head too": ({**GPTQ, "lm_head": True}, quantized.gptq()),
     "awq": (AWQ, quantized.awq()),
     "awq, groups of 128": ({**AWQ, "group_size": 128, "version": "GEMM"}, quantized.awq(128)),
     "fp8 in blocks": ({**FP8, "weight_block_size": [128, 128]}, quantized.fp8()),
@@ -44,8 +45,9 @@ FORMS["compressed, 4 bits, act-order"][0]["config_groups"]["group_0"]["weights"]
 @pytest.mark.parametrize("form", FORMS)
 def test_every_slice_has_the_values_that_the_format_defines(tmp_path, form):
     config, store = FORMS[form]
-    source = write_tiny("qwen2", tmp_path / "source", **SIZES)
-    _, values = quantized.write_quantized(source, tmp_path / "model", config, store, files=3)
+    source = write_tiny("qwen2", tmp_path / "source", **SIZES, tie_word_embeddings=False)
+    head = config.get("lm_head", False)
+    _, values = quantized.write_quantized(source, tmp_path / "model", config, store, files=3, head=head)
     found, draw = weights(tmp_path / "model"), torch.Generator().manual_seed(0)
     assert set(found.keys()) == set(values)
     for name, value in values.items():
@@ -55,6 +57,16 @@ def test_every_slice_has_the_values_that_the_format_defines(tmp_path, form):
             ends = [torch.randint(size + 1, (2,), generator=draw).sort().values.tolist() for size in value.shape]
             slices = tuple(slice(*pair) for pair in ends)
             assert torch.equal(found.read(name, slices), value[slices]), (name, slices)
+
+
+@pytest.mark.parametrize("form", ["gptq", "fp8 in blocks"])
+def test_the_values_are_rounded_once_to_the_dtype_of_the_model(tmp_path, form):
+    config, store = FORMS[form]
+    source = write_tiny("qwen3", tmp_path / "source", **SIZES)
+    _, values = quantized.write_quantized(source, tmp_path / "model", config, store)
+    for name, weight in load_model(tmp_path / "model", dtype=torch.bfloat16).state_dict().items():
+        if name in values:
+            assert torch.equal(weight, values[name].bfloat16()), name
 
 
 class Counting(SafetensorsSource):
@@ -154,6 +166,17 @@ UP = "model.layers.0.mlp.up_proj"
             lambda t: t.update({f"{UP}.qweight": t[f"{UP}.qweight"][1:]}),
             r"up_proj\.qweight: its shape",
         ),
+        ("gptq", lambda t: t.update({f"{UP}.qweight": t[f"{UP}.qweight"].long()}), r"up_proj\.qweight: it is int64"),
+        (
+            "fp8 in blocks",
+            lambda t: t.update({f"{UP}.weight_scale_inv": t[f"{UP}.weight_scale_inv"].byte()}),
+            r"weight_scale_inv: it is uint8",
+        ),
+        (
+            "compressed, 4 bits, act-order",
+            lambda t: t.update({f"{UP}.weight_g_idx": t[f"{UP}.weight_g_idx"][1:]}),
+            r"g_idx: its shape is \[127\], expected \[128\]",
+        ),
         ("gptq", lambda t: t.pop(f"{UP}.scales"), r"no tensor '.*up_proj\.scales'"),
         (
             "awq",
@@ -176,5 +199,5 @@ def test_files_that_do_not_fit_their_configuration_are_named(tmp_path, form, cha
 
 def test_a_group_that_is_not_there_is_named(tmp_path):
     path = damaged(tmp_path, "gptq", lambda t: t[f"{UP}.g_idx"].fill_(9))
-    with pytest.raises(CheckpointError, match=r"up_proj\.g_idx: it names group 9 of 4"):
+    with pytest.raises(CheckpointError, match=r"up_proj\.g_idx: it names the groups 9 to 9, of 4"):
         weights(path).read(f"{UP}.weight")
