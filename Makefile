@@ -134,19 +134,19 @@ test-ray: $(RAY_STAMP) ## an artifact over the nodes of a Ray cluster on this ma
 CLIENTS := tests/integration/clients
 NODE_FOLDER := $(CLIENTS_VENV)/node
 
-# Of their own: clients bring, and bound, many packages, whose versions pip would look for half an hour, uv for seconds.
-# The server that they ask runs from .venv.
+# Of their own: clients bring, and bound, many packages, whose versions pip would look for half an hour, uv for seconds,
+# but not for torch's CPU build. The server that they ask runs from .venv.
 $(CLIENTS_STAMP): $(CLIENTS)/requirements.txt $(CLIENTS)/package.json
 	@command -v npm > /dev/null || { echo "the AI SDK runs under node: apt-get install nodejs npm" >&2; exit 1; }
 	@echo "installing clients of many makers into $(CLIENTS_VENV), the first time only; some minutes"
 	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
-	@$(CLIENTS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) uv
+	@$(CLIENTS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) uv $(TORCH)
 	@$(CLIENTS_VENV)/bin/uv pip install -q --python $(CLIENTS_VENV)/bin/python -r $(CLIENTS)/requirements.txt
 	@mkdir -p $(NODE_FOLDER) && cp $(CLIENTS)/package.json $(NODE_FOLDER)
 	@npm install --silent --no-fund --no-audit --prefix $(NODE_FOLDER)
 	@touch $@
 
-clients-rig: $(CLIENTS_STAMP) ## make .venv-clients with langchain, litellm, the AI SDK and other clients
+clients-rig: $(CLIENTS_STAMP) ## make .venv-clients with langchain, litellm, lm-eval, the AI SDK and other clients
 
 # Without the conftest.py above, which needs what .venv has.
 test-clients: $(STAMP) $(CLIENTS_STAMP) ## real clients ask a real server, as their documents begin (3 minutes)

@@ -21,6 +21,11 @@ RIGHT: dict[str, Callable[[Any], bool]] = {
     "structured_output": lambda answer: isinstance(answer, Verdict) and isinstance(answer.ok, bool),
     "embeddings": lambda vector: len(vector) == 32,
     "reranking": lambda scores: len(scores) == 2 and scores == sorted(scores, reverse=True),
+    "loglikelihoods": lambda pair: (
+        pair[0] == (pytest.approx(pair[1][0], abs=1e-4), pair[1][1])
+    ),  # the server's, the model's
+    "generation": lambda pair: pair[0] == pair[1],
+    "load": lambda ended: ended["successful"] == ended["total"] > 0,
 }
 CASES = [(path.stem, function) for path in CLIENTS for function in functions_of(path)]
 

@@ -1,4 +1,4 @@
-"""A server of each kind, run by the Python of .venv; that of the clients has neither nxd-infer nor torch."""
+"""A server of each kind, run by the Python of .venv; that of the clients has no nxd-infer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ENVIRONMENT = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # nobody else is called, for prices or anything
     "HAYSTACK_TELEMETRY_ENABLED": "False",
     "HF_HUB_OFFLINE": "1",
+    "GUIDELLM__MAX_WORKER_PROCESSES": "1",  # each takes seconds to start
 }
 
 
@@ -24,7 +25,7 @@ ENVIRONMENT = {
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with ``chat``, ``embeddings`` and ``reranking``, and the model of ``chat`` in ``model``."""
     place = tmp_path_factory.mktemp("artifacts")
-    os.environ.update(ENVIRONMENT)  # before a client is imported
+    os.environ.update(ENVIRONMENT, MODEL_FOLDER=str(place / "model"))  # before a client is imported
     command = [os.environ["SERVER_PYTHON"], "-m", "tests.integration.clients.make_artifacts", str(place)]
     environment = {**os.environ, "NXD_INFER_TESTS_SHARED": str(place / "shared")}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)

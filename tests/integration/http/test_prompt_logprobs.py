@@ -80,7 +80,7 @@ def test_the_table_has_the_token_that_ends_an_answer(real_llama, theirs):
     assert table["token_logprobs"][-1] == pytest.approx(right, abs=1e-4)
     *chunks, _ = events_of(real_llama.post(COMPLETIONS, {**ending, "stream": True}).text)
     tables = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert sum((one["token_logprobs"] for one in tables if one), []) == table["token_logprobs"]
+    assert [value for one in tables if one for value in one["token_logprobs"]] == table["token_logprobs"]
 
 
 def test_the_table_is_of_the_whole_text(real_llama, theirs):
