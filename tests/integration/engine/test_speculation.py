@@ -152,9 +152,10 @@ def test_whatever_a_request_asks_for_stays_right(llms):
     assert len(outputs[2].outputs[0].logprobs or []) == 28
 
 
-def test_a_draft_model_changes_nothing_whatever_a_request_asks_for():
-    """The same model in bfloat16, which has no graphs for prompts, guesses for one on two ranks: right in part."""
-    artifact = trace_llama(tp=2)[1]
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
+def test_a_draft_model_changes_nothing_whatever_a_request_asks_for(ranks):
+    """A model of one layer in bfloat16, which has no graphs for prompts, guesses for one on two ranks."""
+    artifact = trace_llama(**ranks)[1]
     draft = trace_llama(only=("decode_b4", "verify_b4"), dtype=torch.bfloat16)[1]
     drawn = SamplingParams(max_tokens=24, temperature=0.7, seed=5, ignore_eos=True)
     asked = [
@@ -172,7 +173,8 @@ def test_a_draft_model_changes_nothing_whatever_a_request_asks_for():
         for _ in range(2):
             compare((plain, guessing), [prompt for prompt, _ in asked], [params for _, params in asked])
         stats = guessing.engine.stats()
-        assert stats.draft_tokens / 4 < stats.accepted_tokens < stats.draft_tokens
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
+        assert "pp" in ranks or stats.accepted_tokens > stats.draft_tokens / 4  # the same model otherwise
 
 
 @pytest.mark.parametrize("length", [1, 4, 6])
