@@ -18,7 +18,7 @@ from nxd_infer.artifact.manifest import weight_name
 from nxd_infer.backends import registry
 from nxd_infer.backends.cpu.encodings import PACKED, PACKED_ACROSS, PACKED_INT8, PACKED_STORED
 from nxd_infer.errors import ArtifactCorruptError, ArtifactVersionError, TraceConfigError, TraceError
-from nxd_infer.ops import packed
+from nxd_infer.ops import int4, packed
 from nxd_infer.runtime.load import load_artifact
 from tests.support.backends import packed_models, small_traces
 from tests.support.backends.manifests import changed
@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
 ENCODINGS = {
     "tied": {PACKED},
     "int8": {PACKED_INT8},
+    "int4": {PACKED_INT8, "packed32-int4-asym"},
     "stages": {PACKED},
     "forms": {PACKED, PACKED_ACROSS, PACKED_STORED},
 }
@@ -66,6 +67,8 @@ def by_reference(encoding: str, plain: Tensor) -> Tensor:
     """What PyTorch packs."""
     if encoding in (PACKED_INT8, PACKED_STORED):
         return packed.pack_int8(plain)
+    if encoding == "packed32-int4-asym":
+        return int4.pack(plain, 32, True)
     return packed.pack(plain.mT.contiguous() if encoding == PACKED_ACROSS else plain)
 
 
