@@ -98,6 +98,23 @@ def test_only_an_admin_changes_what_is_served(server):
     assert [card["id"] for card in server.get("/v1/adapters").json()["data"]] == ["x"]
 
 
+def test_vllms_routes_load_and_unload_for_an_admin(server, root, adapters):
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    body = {"lora_name": "sql", "lora_path": "y", "lora_int_id": 3}
+    is_error(server.post(load, body), 401)
+    answer = server.post(load, body, **ADMIN)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
+    text = greedy_texts(merge(root / "model", adapters["y"], root / "merged-sql"), PROMPTS[:1], TOKENS)[PROMPTS[0]]
+    assert ask(server, "sql", PROMPTS[0]).json()["choices"][0]["text"] == text
+    is_error(server.post(load, body, **ADMIN), 409, code="adapter_conflict")
+    is_error(server.post(load, {**body, "lora_name": "z", "lora_path": "nothing"}, **ADMIN), 400, "lora_path")
+    is_error(server.post(unload, {"lora_name": "sql"}), 401)
+    answer = server.post(unload, {"lora_name": "sql"}, **ADMIN)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
+    is_error(ask(server, "sql", PROMPTS[0]), 404, "model", "model_not_found")
+    is_error(server.post(unload, {"lora_name": "sql"}, **ADMIN), 404)
+
+
 def test_what_cannot_be_loaded_is_refused_by_name(server, root):
     def load(name, path):
         return server.post("/v1/adapters", {"name": name, "path": str(path)}, **ADMIN)

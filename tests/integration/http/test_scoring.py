@@ -82,6 +82,45 @@ def test_scores_equal_those_of_a_cross_encoder_with_its_activation(cross_encoder
     assert answer.json()["object"] == "list" and answer.json()["data"][0]["object"] == "score"
 
 
+def test_texts_are_ranked_in_the_form_of_teis_route(cross_encoder):
+    """text-embeddings-inference answers a list, the best first."""
+    from sentence_transformers import CrossEncoder
+
+    server, model_dir = cross_encoder
+    theirs = CrossEncoder(str(model_dir), device="cpu")
+    pairs = [(QUERY, document) for document in DOCUMENTS]
+    for raw, activation in ((False, None), (True, torch.nn.Identity())):
+        answer = server.post("/rerank", {"query": QUERY, "texts": DOCUMENTS, "raw_scores": raw, "return_text": raw})
+        assert answer.status_code == 200, answer.text
+        ranked = answer.json()
+        assert all(one.keys() == {"index", "score", *(["text"] if raw else [])} for one in ranked)
+        assert all(one.get("text", DOCUMENTS[one["index"]]) == DOCUMENTS[one["index"]] for one in ranked)
+        scores = [one["score"] for one in ranked]
+        assert scores == sorted(scores, reverse=True)
+        found = torch.tensor([one["score"] for one in sorted(ranked, key=lambda one: one["index"])])
+        is_close(found, theirs.predict(pairs, activation_fn=activation))
+    long = {"query": QUERY, "texts": ["while it runs " * 40]}
+    is_error(server.post("/rerank", long), 400, "texts", "context_length_exceeded")
+    assert len(server.post("/rerank", {**long, "truncate": True}).json()) == 1
+    is_error(server.post("/rerank", {**long, "documents": ["a"]}), 400, "documents")
+
+
+def test_a_regressions_classes_are_logits_and_its_ranks_have_sentence_transformers_activation():
+    from sentence_transformers import CrossEncoder
+
+    model_dir, artifact = trace_encoder("bert_classifier", "classify", **ONE, problem_type="regression")
+    theirs = CrossEncoder(str(model_dir), device="cpu")
+    pairs = [[QUERY, document] for document in DOCUMENTS]
+    logits = theirs.predict(pairs, activation_fn=torch.nn.Identity())
+    with real_server(artifact) as server:
+        verdicts = server.post("/classify", {"input": pairs}).json()["data"]
+        assert not any("probs" in one for one in verdicts)
+        is_close(torch.tensor([one["scores"] for one in verdicts]).flatten(), logits)
+        body = {"query": QUERY, "documents": DOCUMENTS}
+        is_close(by_index(server.post("/rerank", body)), theirs.predict(pairs))
+        is_close(by_index(server.post("/rerank", {**body, "use_activation": False})), logits)
+
+
 def test_long_documents_are_named_or_cut_as_the_library_cuts_them(cross_encoder):
     from sentence_transformers import CrossEncoder
 
