@@ -14,8 +14,5 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
-    {
-        "nxd_server.llm": "LLM CompletionOutput RequestOutput",
-        "nxd_server.engine.sampling_params": "SamplingParams",
-    },
+    {"nxd_server.llm": "LLM CompletionOutput RequestOutput", "nxd_server.engine.sampling_params": "SamplingParams"},
 )

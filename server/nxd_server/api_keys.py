@@ -35,13 +35,10 @@ def _formed(name: str, text: str) -> str:
 class ApiKey:
     """A key and what its holder may do. Raises SettingsError with the name of each faulty field."""
 
-    name: str = option(..., "What metrics, the log and errors call the key.", str, check=_formed)
-    sha256: str = option(..., "Of the key.", str, secret=True, check=_formed)
+    name: str = option(..., "What metrics, the log and errors call the key.", None, check=_formed)
+    sha256: str = option(..., "Of the key.", None, secret=True, check=_formed)
     scopes: list[str] = option(
-        ["use"],
-        "Of use, metrics, and admin, which includes the others.",
-        list[str],
-        choices=("use", "admin", "metrics"),
+        ["use"], "Of use, metrics, and admin, which includes the others.", None, choices=("use", "admin", "metrics")
     )
     requests_per_minute: int | None = option(None, "Most requests a minute, on average.", int, minimum=1)
     tokens_per_minute: int | None = option(None, "Most tokens of prompts and answers, likewise.", int, minimum=1)

@@ -407,8 +407,9 @@ class LLM:
         try:
             with WholeRequest() as whole:
                 for i, text in enumerate(listed):
-                    text = _plain(text) if isinstance(text, Mapping) else text
-                    futures.append(encoder.submit(text, field=f"texts[{i}]", whole=whole, **options))
+                    field = f"texts[{i}]"
+                    tokens = encoder.tokens(_plain(text) if isinstance(text, Mapping) else text, field=field, **options)
+                    futures.append(encoder.submit(tokens, field=field, whole=whole))
             return [future.result() for future in _track(futures, "encoding", progress)]
         finally:
             for future in futures:  # after a failure or an interrupt; no effect on those that are done

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,35 +60,31 @@ def not_empty(name: str, text: str) -> str:
     return text
 
 
-def names(name: str, given: list[str]) -> list[str]:
-    for word in given:
-        not_empty(name, word)
-    return given
+def adapter_path(name: str, word: str) -> str:
+    adapter, _, path = word.partition("=")
+    if not adapter or not path:
+        raise SettingsError(f"{name}: {word!r} is not NAME=PATH")
+    return word
 
 
-def adapter_paths(name: str, given: list[str]) -> list[str]:
-    for word in given:
-        adapter, _, path = word.partition("=")
-        if not adapter or not path:
-            raise SettingsError(f"{name}: {word!r} is not NAME=PATH")
-    return given
+def origin(name: str, text: str) -> str:
+    if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+", text):
+        raise SettingsError(f"{name}: {text!r} is not an origin, such as https://chat.example.org, nor *")
+    return text
 
 
-def origins(name: str, given: list[str]) -> list[str]:
-    for origin in given:
-        if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+", origin):
-            raise SettingsError(f"{name}: {origin!r} is not an origin, such as https://chat.example.org, nor *")
-    return given
+def network(name: str, text: str) -> str:
+    try:
+        if text != "*":
+            ipaddress.ip_network(text)
+    except ValueError as error:
+        raise SettingsError(f"{name}: {error}; list addresses, networks, or *") from None
+    return text
 
 
-def networks(name: str, given: list[str]) -> list[str]:
-    for network in given:
-        try:
-            if network != "*":
-                ipaddress.ip_network(network)
-        except ValueError as error:
-            raise SettingsError(f"{name}: {error}; list addresses, networks, or *") from None
-    return given
+def each(check: Callable[[str, str], str]) -> Callable[[str, list[str]], list[str]]:
+    """Return the check of a list whose elements ``check`` checks."""
+    return lambda name, given: [check(name, one) for one in given]
 
 
 def receiver(name: str, url: str) -> str:
@@ -121,26 +117,28 @@ def words(name: str, text: str) -> str:
 # --- the settings ---------------------------------------------------------------------------------------------
 
 
-def setting(group: str, default: Any, help: str, *, kind: Any = None, **more: Any) -> Any:
-    """Declare a setting, of its annotation's kind; its option has its name unless ``more`` has a ``flag``."""
-    return option(default, help, kind, group=group, **{"flag": "", **more})
+class Group(str):
+    """The settings of a heading: called, it declares one, of its annotation's kind; its option has the field's name
+    unless ``more`` has a ``flag``."""
+
+    def __call__(self, default: Any, help: str, *, kind: Any = None, **more: Any) -> Any:
+        return option(default, help, kind, group=str(self), **{"flag": "", **more})
+
+    def seconds(self, default: float | None, help: str, *, above: float | None = 0, **more: Any) -> Any:
+        """Declare one that is a time, at most a day."""
+        return self(default, help, **{"above": above, "maximum": 86400, "unit": "seconds", **more})
 
 
-def seconds(group: str, default: float | None, help: str, *, above: float | None = 0, **more: Any) -> Any:
-    """Declare a setting that is a time, at most a day."""
-    return setting(group, default, help, **{"above": above, "maximum": 86400, "unit": "seconds", **more})
-
-
-ADDRESS = "Address and name"
-DOORS = "TLS, proxies, pages of other origins"
-KEYS = "Keys"
-GENERATION = "Generation"
-WEIGHTS = "Weights and adapters"
-REQUESTS = "Limits of requests"
-CONNECTIONS = "Connections"
-LIFE = "Ranks, start and end"
-ARTIFACT = "What is served"
-LOG = "Log"
+ADDRESS = Group("Address and name")
+DOORS = Group("TLS, proxies, pages of other origins")
+KEYS = Group("Keys")
+GENERATION = Group("Generation")
+WEIGHTS = Group("Weights and adapters")
+REQUESTS = Group("Limits of requests")
+CONNECTIONS = Group("Connections")
+LIFE = Group("Ranks, start and end")
+ARTIFACT = Group("What is served")
+LOG = Group("Log")
 
 
 @dataclass(frozen=True)
@@ -150,41 +148,35 @@ class ServerSettings:
     Raises SettingsError with the name of each faulty setting and what is wrong with it.
     """
 
-    host: str = setting(ADDRESS, "127.0.0.1", "Address to listen on.", check=not_empty)
-    port: int = setting(ADDRESS, 8000, "Port to listen on; 0 takes a free one and logs it.", minimum=0, maximum=65535)
-    served_model_name: list[str] = setting(
-        ADDRESS,
+    host: str = ADDRESS("127.0.0.1", "Address to listen on.", check=not_empty)
+    port: int = ADDRESS(8000, "Port to listen on; 0 takes a free one and logs it.", minimum=0, maximum=65535)
+    served_model_name: list[str] = ADDRESS(
         [],
         "Names of the model, of which answers have the first; by default the one in the artifact. Of several "
         "artifacts each is given as NAME=ARTIFACT.",
-        check=names,
+        check=each(not_empty),
         repeats=True,
     )
-    page: bool = setting(ADDRESS, True, "Serve the pages at / (chat, completion, embeddings, live plots) and /docs.")
-    ssl_certfile: Path | None = setting(
-        DOORS, None, "PEM file of the certificate and its chain, for TLS; read again once it has changed."
+    page: bool = ADDRESS(True, "Serve the pages at / (chat, completion, embeddings, live plots) and /docs.")
+    ssl_certfile: Path | None = DOORS(
+        None, "PEM file of the certificate and its chain, for TLS; read again once it has changed."
     )
-    ssl_keyfile: Path | None = setting(DOORS, None, "PEM file with the certificate's key.")
-    ssl_keyfile_password: str | None = setting(DOORS, None, "Password of the key.", secret=True)
-    root_path: str | None = setting(
-        DOORS, None, "Beginning of all paths at a proxy, which may strip it: `/llm`.", check=prefix
-    )
-    forwarded_allow_ips: list[str] = setting(
-        DOORS,
+    ssl_keyfile: Path | None = DOORS(None, "PEM file with the certificate's key.")
+    ssl_keyfile_password: str | None = DOORS(None, "Password of the key.", secret=True)
+    root_path: str | None = DOORS(None, "Beginning of all paths at a proxy, which may strip it: `/llm`.", check=prefix)
+    forwarded_allow_ips: list[str] = DOORS(
         [],
         "Proxies whose `X-Forwarded-For` is believed: addresses, networks, or `*`; by default FORWARDED_ALLOW_IPS.",
-        check=networks,
+        check=each(network),
     )
-    allowed_origins: list[str] = setting(
-        DOORS,
+    allowed_origins: list[str] = DOORS(
         [],
         "Origins whose pages may use the server in a browser (CORS): `https://chat.example.org`, or `*` for all.",
         flag="--allowed-origin",
-        check=origins,
+        check=each(origin),
         repeats=True,
     )
-    api_keys: list[str] = setting(
-        KEYS,
+    api_keys: list[str] = KEYS(
         [],
         "Keys that open the server; a list, or comma-separated text.",
         kind=KEY_LIST,
@@ -193,107 +185,89 @@ class ServerSettings:
         check=key_list,
         repeats=True,
     )
-    api_keys_file: Path | None = setting(
-        KEYS, None, "File of keys, or of JSON objects with their SHA-256 and limits, one a line."
+    api_keys_file: Path | None = KEYS(
+        None, "File of keys, or of JSON objects with their SHA-256 and limits, one a line."
     )
-    admin_key: str | None = setting(
-        KEYS,
-        None,
-        "Key of the routes that change what is served; without it they are closed.",
-        secret=True,
-        check=not_empty,
+    admin_key: str | None = KEYS(
+        None, "Key of the routes that change what is served; without it they are closed.", secret=True, check=not_empty
     )
-    lora: list[str] = setting(
-        WEIGHTS,
+    lora: list[str] = WEIGHTS(
         [],
         "LoRA adapters to load at the start, as NAME=PATH; a list, or comma-separated text.",
-        check=adapter_paths,
+        check=each(adapter_path),
         repeats=True,
     )
-    generation_defaults: bool = setting(
-        GENERATION,
+    generation_defaults: bool = GENERATION(
         True,
         "Sample as the model's `generation_config.json` says if a request does not; the tokens that end a text "
         "always come from the file and the tokenizer.",
     )
-    speculate: int = setting(
-        GENERATION, 0, "Draft tokens to verify in one step; at most as many as the artifact was traced for.", minimum=0
+    speculate: int = GENERATION(
+        0, "Draft tokens to verify in one step; at most as many as the artifact was traced for.", minimum=0
     )
-    draft: str | None = setting(
-        GENERATION,
+    draft: str | None = GENERATION(
         None,
         "Artifact of a smaller model that makes the draft tokens, by default as many as the model was traced for.",
         check=not_empty,
     )
-    stall_ratio: float = setting(
-        GENERATION,
+    stall_ratio: float = GENERATION(
         4.0,
         "How long a stream may wait for its next token during prefill, as a multiple of the fastest decode step; "
         "more starts new answers sooner.",
         minimum=1,
     )
-    prefix_caching: bool = setting(
-        GENERATION,
+    prefix_caching: bool = GENERATION(
         True,
         "Keep what was computed for a prompt and its answer until the slot is needed: a prompt that begins like "
         "it continues there.",
     )
-    chat_template: str | None = setting(
-        GENERATION,
-        None,
-        "A file with the chat template to use, or the name of one of the model's further ones.",
-        check=not_empty,
+    chat_template: str | None = GENERATION(
+        None, "A file with the chat template to use, or the name of one of the model's further ones.", check=not_empty
     )
-    tool_call_parser: str = setting(
-        GENERATION,
-        "auto",
-        "How the model writes tool calls.",
-        choices=("auto", "hermes", "llama3_json", "mistral", "none"),
+    tool_call_parser: str = GENERATION(
+        "auto", "How the model writes tool calls.", choices=("auto", "hermes", "llama3_json", "mistral", "none")
     )
-    reasoning_parser: str = setting(
-        GENERATION, "auto", "How the model writes its reasoning.", choices=("auto", "think", "mistral", "none")
+    reasoning_parser: str = GENERATION(
+        "auto", "How the model writes its reasoning.", choices=("auto", "think", "mistral", "none")
     )
-    weights_root: Path | None = setting(
-        WEIGHTS, None, "Directory from which requests may load weights and adapters; unset: none.", check=directory
+    weights_root: Path | None = WEIGHTS(
+        None, "Directory from which requests may load weights and adapters; unset: none.", check=directory
     )
-    weights_drain_timeout: float = seconds(
-        WEIGHTS, 60.0, "Seconds running requests may take to finish before a weight swap is abandoned."
+    weights_drain_timeout: float = WEIGHTS.seconds(
+        60.0, "Seconds running requests may take to finish before a weight swap is abandoned."
     )
-    max_queued_tokens: int = setting(
-        REQUESTS, 2**24, "Prompt tokens (of one-shot models: numbers of inputs) that may wait; then 429.", minimum=1
+    max_queued_tokens: int = REQUESTS(
+        2**24, "Prompt tokens (of one-shot models: numbers of inputs) that may wait; then 429.", minimum=1
     )
-    max_queue_wait: float | None = seconds(
-        REQUESTS, None, "Seconds a request may wait, as foretold; then 429. By default `request_timeout`."
+    max_queue_wait: float | None = REQUESTS.seconds(
+        None, "Seconds a request may wait, as foretold; then 429. By default `request_timeout`."
     )
-    max_queued_requests: int | None = setting(
-        REQUESTS, None, "Choices (prompts times n) that may wait; then 429. By default any number.", minimum=0
+    max_queued_requests: int | None = REQUESTS(
+        None, "Choices (prompts times n) that may wait; then 429. By default any number.", minimum=0
     )
-    max_choices: int = setting(REQUESTS, 64, "Largest number of prompts times n per request.", minimum=1)
-    max_body_bytes: int | None = setting(
-        REQUESTS,
+    max_choices: int = REQUESTS(64, "Largest number of prompts times n per request.", minimum=1)
+    max_body_bytes: int | None = REQUESTS(
         None,
         "Largest request body; a larger one is answered 413. By default what `max_choices` prompts of the model's "
         "length need, from 2 to 16 MiB.",
         minimum=1024,
     )
-    max_stored_responses: int = setting(
-        REQUESTS, 1000, "Responses of /v1/responses that are kept in memory for later requests; 0: none.", minimum=0
+    max_stored_responses: int = REQUESTS(
+        1000, "Responses of /v1/responses that are kept in memory for later requests; 0: none.", minimum=0
     )
-    max_stored_bytes: int = setting(
-        REQUESTS,
+    max_stored_bytes: int = REQUESTS(
         64 * 2**20,
         "Bytes of all stored responses; those of the key that holds most go first, the oldest of them.",
         minimum=0,
     )
-    request_timeout: float = seconds(REQUESTS, 600.0, "Seconds a request may take in total; then 504.")
-    render_timeout: float = seconds(
-        REQUESTS, 5.0, "Seconds the model's chat template may take for one conversation.", maximum=3600
+    request_timeout: float = REQUESTS.seconds(600.0, "Seconds a request may take in total; then 504.")
+    render_timeout: float = REQUESTS.seconds(
+        5.0, "Seconds the model's chat template may take for one conversation.", maximum=3600
     )
-    keep_alive_interval: float = seconds(
-        CONNECTIONS, 10.0, "Seconds of silence on a stream before a comment line keeps it open."
+    keep_alive_interval: float = CONNECTIONS.seconds(
+        10.0, "Seconds of silence on a stream before a comment line keeps it open."
     )
-    connection_timeout: int = setting(
-        CONNECTIONS,
+    connection_timeout: int = CONNECTIONS(
         75,
         "Seconds a connection is kept for the next request, or for a client that reads nothing or sends nothing "
         "more of a body.",
@@ -301,47 +275,35 @@ class ServerSettings:
         maximum=86400,
         unit="seconds",
     )
-    header_timeout: float = seconds(
-        CONNECTIONS,
+    header_timeout: float = CONNECTIONS.seconds(
         10.0,
         "Seconds until a request's head must be complete, from its first byte or, on a new connection, from the start.",
         maximum=3600,
     )
-    max_connections: int | None = setting(
-        CONNECTIONS,
-        None,
-        "Concurrent connections; by default as many as the limit of open files allows, up to 4096.",
-        minimum=16,
+    max_connections: int | None = CONNECTIONS(
+        None, "Concurrent connections; by default as many as the limit of open files allows, up to 4096.", minimum=16
     )
-    max_connections_per_address: int | None = setting(
-        CONNECTIONS,
+    max_connections_per_address: int | None = CONNECTIONS(
         None,
         "Concurrent connections from one address, not from a client in `X-Forwarded-For`; by default the limit on "
         "all of them.",
         minimum=1,
     )
-    drain_timeout: float = seconds(
-        LIFE,
-        30.0,
-        "Seconds running requests may take to finish after SIGTERM before they are cut.",
-        minimum=0,
-        above=None,
+    drain_timeout: float = LIFE.seconds(
+        30.0, "Seconds running requests may take to finish after SIGTERM before they are cut.", minimum=0, above=None
     )
-    call_timeout: float = seconds(
-        LIFE,
+    call_timeout: float = LIFE.seconds(
         10.0,
         "Seconds one step may take before its rank counts as stuck; if larger, ten times the graph's last steps, "
         "up to the limit of a first start.",
     )
-    start_timeout: float | None = seconds(
-        LIFE,
+    start_timeout: float | None = LIFE.seconds(
         None,
         "Seconds the ranks may take to load the artifact, and the server then to read its tokenizer; by default "
         "300, plus one per 100 MB. Also to reload it or to take new weights; by default six times the time of the "
         "start, plus one per 100 MB, at least 30.",
     )
-    recovery_timeout: float | None = seconds(
-        LIFE,
+    recovery_timeout: float | None = LIFE.seconds(
         None,
         "Seconds lost ranks may take to be ready again; then the server exits. By default twice the limit of a "
         "reload, so that ranks that hang meanwhile are started once more, and twelve times what the ranks took "
@@ -349,61 +311,44 @@ class ServerSettings:
         minimum=0,
         above=None,
     )
-    max_restarts: int = setting(LIFE, 3, "Restarts within ten minutes before the server gives up.", minimum=0)
-    threads_per_rank: int | None = setting(
-        LIFE, None, "CPU threads per rank; by default the cores (or a container's share of them) divided.", minimum=1
+    max_restarts: int = LIFE(3, "Restarts within ten minutes before the server gives up.", minimum=0)
+    threads_per_rank: int | None = LIFE(
+        None, "CPU threads per rank; by default the cores (or a container's share of them) divided.", minimum=1
     )
-    memory_fraction: float | None = setting(
-        ARTIFACT,
-        None,
-        "Part of the available memory that models may take; caches get what weights leave.",
-        above=0,
-        maximum=1,
+    memory_fraction: float | None = ARTIFACT(
+        None, "Part of the available memory that models may take; caches get what weights leave.", above=0, maximum=1
     )
-    replicas: int = setting(
-        ARTIFACT, 1, "Copies of each model, with ranks and cores of their own.", minimum=1, maximum=256
-    )
-    allow_kernel: bool = setting(
-        ARTIFACT,
+    replicas: int = ARTIFACT(1, "Copies of each model, with ranks and cores of their own.", minimum=1, maximum=256)
+    allow_kernel: bool = ARTIFACT(
         True,
         "Take an artifact that chooses its buckets with its own code (a bucket kernel).",
         flag="--allow-kernel/--no-kernel",
     )
-    expect_digest: str | None = setting(ARTIFACT, None, "SHA-256 the artifact's manifest must have.")
-    keep: Path | None = setting(
-        ARTIFACT,
+    expect_digest: str | None = ARTIFACT(None, "SHA-256 the artifact's manifest must have.")
+    keep: Path | None = ARTIFACT(
         None,
         "Directory for artifacts that are fetched from a store, or traced of a model directory; the next start "
         "finds them there. By default in the cache.",
     )
-    trace_options: str = setting(
-        ARTIFACT,
-        "",
-        "Options of `nxd-infer trace` for a model directory, as one text: `--tp 2 --max-len 1024`.",
-        check=words,
+    trace_options: str = ARTIFACT(
+        "", "Options of `nxd-infer trace` for a model directory, as one text: `--tp 2 --max-len 1024`.", check=words
     )
-    prepare_only: bool = setting(
-        ARTIFACT, False, "Fetch or trace the artifact, and stop: a job that runs before servers do."
-    )
-    prepare_timeout: float = seconds(
-        ARTIFACT,
+    prepare_only: bool = ARTIFACT(False, "Fetch or trace the artifact, and stop: a job that runs before servers do.")
+    prepare_timeout: float = ARTIFACT.seconds(
         7200.0,
         "Seconds a model may take to be traced, by this server or by another with the same `keep`.",
         maximum=604800,
     )
-    log_format: str = setting(LOG, "text", "One line or one JSON object per log record.", choices=("text", "json"))
-    log_level: str = setting(
-        LOG,
+    log_format: str = LOG("text", "One line or one JSON object per log record.", choices=("text", "json"))
+    log_level: str = LOG(
         "info",
         "Lowest level to log: `debug`, `info`, `warning` or `error`.",
         choices=("debug", "info", "warning", "error"),
     )
-    access_log: bool = setting(LOG, True, "Log every request except those to the health routes.")
-    otlp_traces_endpoint: str | None = setting(
-        LOG,
+    access_log: bool = LOG(True, "Log every request except those to the health routes.")
+    otlp_traces_endpoint: str | None = LOG(
         None,
         "OTLP/HTTP receiver, `http://collector:4318/v1/traces`, of an OpenTelemetry span for each POST.",
-        kind=str,
         check=receiver,
     )
 
@@ -460,27 +405,21 @@ def read_text(path: Path, what: str) -> str:
 def read_settings(path: Path) -> dict[str, Any]:
     """Return settings by name. Raises SettingsError if the file cannot be read or is not a mapping."""
     text = read_text(path, "the configuration file")
+    parse: Callable[[str], Any] = json.loads
+    invalid: tuple[type[Exception], ...] = (ValueError,)
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            import yaml
+        except ImportError:
+            raise SettingsError("a YAML configuration file needs PyYAML (pip install pyyaml), or write JSON") from None
+        parse, invalid = lambda text: yaml.safe_load(text) or {}, (ValueError, yaml.YAMLError)
+    elif path.suffix != ".json":
+        raise SettingsError(f"the configuration file {str(path)!r} must end in .json, .yaml or .yml")
     try:
-        if path.suffix == ".json":
-            data = json.loads(text)
-        elif path.suffix in (".yaml", ".yml"):
-            try:
-                import yaml
-            except ImportError:
-                fix = "(pip install pyyaml), or write JSON"
-                raise SettingsError(f"a YAML configuration file needs PyYAML {fix}") from None
-            try:
-                data = yaml.safe_load(text) or {}
-            except yaml.YAMLError as error:
-                raise ValueError("not YAML") from error
-        else:
-            raise SettingsError(f"the configuration file {str(path)!r} must end in .json, .yaml or .yml")
-    except ValueError as error:
-        if isinstance(error, SettingsError):
-            raise
+        data = parse(text)
+    except invalid as error:
         # The parser's message may quote a line that holds a key; only the line number is safe to show.
-        place = getattr(error, "lineno", None)
-        where = f" (line {place})" if place else ""
+        where = f" (line {line})" if (line := getattr(error, "lineno", None)) else ""
         raise SettingsError(f"the configuration file {str(path)!r} is not valid{where}") from None
     if not isinstance(data, dict):
         raise SettingsError(f"the configuration file {str(path)!r} must hold a mapping of setting names to values")

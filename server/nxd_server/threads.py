@@ -39,19 +39,20 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
     """Return the results of all ``calls``, each made in a daemon thread. Raises the error of one that failed."""
     futures: list[Future[T]] = [Future() for _ in calls]
-
-    def run(call: Callable[[], T], future: Future[T]) -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
     for call, future in zip(calls[1:], futures[1:], strict=True):
-        threading.Thread(target=run, args=(call, future), name="nxd-at-once", daemon=True).start()
+        threading.Thread(target=settle, args=(future, call), name="nxd-at-once", daemon=True).start()
     if calls:
-        run(calls[0], futures[0])
+        settle(futures[0], calls[0])
     wait(futures)
     return [future.result() for future in futures]
+
+
+def settle(future: Future[T], work: Callable[[], T]) -> None:
+    """Do ``work``, and give ``future`` what came of it."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class ConcurrencyLimit:

@@ -62,8 +62,9 @@ class Books:
         """Whether something was broken between two moments."""
         return any(first <= ended and begun <= last for first, last in self.faults)
 
-    def disagreement(self, metrics: list[Any], slots: int, version: int) -> str:
+    def disagreement(self, metrics: list[Any], slots: int, version: int, copies: int) -> str:
         """What the counters of an idle server say otherwise; empty when they agree. ``metrics`` were asked for too."""
+        moved = math.inf if copies > 1 else 0  # requests that a full copy did not take from one that was lost
 
         def grown(name: str, **labels: str) -> float:
             return total(metrics, name, **labels) - total(self.base, name, **labels)
@@ -83,7 +84,7 @@ class Books:
             ("nxd_engine_restarts_total", grown("nxd_engine_restarts_total"), self.restarts, 0),
             ("choices that ended well", good, made["choices"], made["open choices"]),
             ("nxd_generation_tokens_total", tokens, made["tokens"], made["open tokens"]),
-            ("nxd_admission_rejections_total of queue_full", full, self.seen[429], left),
+            ("nxd_admission_rejections_total of queue_full", full, self.seen[429], left + moved),
             ("nxd_client_disconnects_total", grown("nxd_client_disconnects_total"), 0, left),
             (requests, grown(requests), max(0, self.seen.total() - 1), left),  # without that whose answer this is
         ]

@@ -19,12 +19,12 @@ from typing import Any
 
 from tests.soak import traffic_and_faults as traffic
 from tests.soak.questions import MAX_LEN, Question, Told, question
-from tests.soak.state import BODY_BYTES, CALL_TIMEOUT, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak
-from tests.soak.traffic_and_faults import ADAPTERS, ADMIN_KEY, CHECKPOINTS
+from tests.soak.state import BODY_BYTES, CALL_TIMEOUT, QUEUE, RANKS, REQUEST_TIMEOUT, SLOTS, Soak
+from tests.soak.traffic_and_faults import ADAPTERS, ADMIN_KEY, CHECKPOINTS, RECOVERY_SECONDS
 from tests.support import tiny_models
 from tests.support.adapter_files import write_adapter
 from tests.support.http.http_artifacts import ONE_LAYER, trace_tiny
-from tests.support.http.http_servers import ServerProcess
+from tests.support.http.http_servers import ServerProcess, wait_for
 from tests.support.processes import gone
 
 ROUND_SECONDS, REPORT_SECONDS, END_SECONDS = 60.0, 10.0, 30.0
@@ -39,9 +39,10 @@ def soak(minutes: float, seed: int, clients: int, grace: float) -> int:
     """Run it; 0, or 1 with the first violation on standard output."""
     print(f"soak: seed {seed}, {minutes:g} minutes, {clients} clients", flush=True)
     with tempfile.TemporaryDirectory(prefix="nxd-soak-") as folder:
-        server = serve(make_artifact(Path(folder)), speculate=GUESSES * (seed % 2))
+        copies = 1 + seed // 2 % 2
+        server = serve(make_artifact(Path(folder)), speculate=GUESSES * (seed % 2), copies=copies)
         try:
-            run = Run(server.wait_ready(), seed, clients, grace)
+            run = Run(server.wait_ready(), seed, clients, grace, copies)
             run.main(minutes * 60)
         except BaseException as error:
             tell_end(server)
@@ -65,8 +66,9 @@ def make_artifact(root: Path) -> Path:
     return artifact
 
 
-def serve(artifact: Path, speculate: int) -> ServerProcess:
+def serve(artifact: Path, speculate: int, copies: int) -> ServerProcess:
     settings = {
+        "replicas": copies,
         "port": 0, "admin_key": ADMIN_KEY, "weights_root": artifact.parent, "speculate": speculate,
         "max_queued_requests": QUEUE, "max_body_bytes": BODY_BYTES, "request_timeout": REQUEST_TIMEOUT,
         "call_timeout": CALL_TIMEOUT, "keep_alive_interval": 1.0, "recovery_timeout": 45.0, "max_restarts": 10000,
@@ -99,11 +101,11 @@ def sample(pid: int) -> tuple[dict[str, int], set[str]]:
 
 
 class Run:
-    def __init__(self, server: ServerProcess, seed: int, clients: int, grace: float):
+    def __init__(self, server: ServerProcess, seed: int, clients: int, grace: float, copies: int):
         self._begun = time.monotonic()
         self._server, self._clients = server, clients
         self._rng = random.Random(seed)
-        self._soak = Soak(server.port, grace)
+        self._soak = Soak(server.port, grace, copies)
         self._threads = ThreadPoolExecutor(clients + 20)
         self._over = threading.Event()
         self._pids: set[int] = {server.process.pid}
@@ -126,6 +128,8 @@ class Run:
 
     def _work(self, seconds: float) -> None:
         try:
+            wait_for(self._soak.whole, RECOVERY_SECONDS, "a copy is not ready")
+            self._soak.books.seen.clear()
             self._soak.books.base = self._soak.metrics()
             self._learn(count=round(min(100.0, 15 + seconds / 3)))
             print(f"{len(self._soak.questions)} questions, each asked alone of both checkpoints", flush=True)
@@ -179,13 +183,14 @@ class Run:
             time.sleep(0.3)
 
     def _wrong(self) -> str:
-        if wrong := self._soak.books.disagreement(self._soak.metrics(), SLOTS, self._soak.version):
+        copies = self._soak.copies
+        if wrong := self._soak.books.disagreement(self._soak.metrics(), SLOTS * copies, self._soak.version, copies):
             return wrong
         try:
             server, *ranks = self._samples()
         except (OSError, KeyError) as error:
             return f"the server or a rank is gone: {error}"
-        if len(ranks) != 2:
+        if len(ranks) != RANKS * copies:
             return f"there are {len(ranks)} ranks"
         found = {"the server": server, "a rank": max(ranks, key=lambda one: one["MiB of memory"])}
         self._first = self._first or found
@@ -198,7 +203,7 @@ class Run:
         return "; ".join(wrong)
 
     def _samples(self) -> list[dict[str, int]]:
-        """Of the server and its two ranks."""
+        """Of the server and its ranks."""
         ranks = self._soak.rank_pids()
         self._pids.update(ranks)
         found = [sample(pid) for pid in (self._server.process.pid, *ranks)]

@@ -13,7 +13,8 @@ from tests.soak.books import Books, read_metrics
 from tests.soak.questions import Answer, Question, Told, told
 from tests.support.http.http_servers import is_error
 
-SLOTS, QUEUE, BODY_BYTES = 8, 32, 1024 * 1024
+RANKS, SLOTS, QUEUE, BODY_BYTES = 2, 8, 32, 1024 * 1024
+"""Of each copy: ranks, slots, and requests that may wait."""
 REQUEST_TIMEOUT, CALL_TIMEOUT = 5.0, 6.0
 """A rank that is stopped is noticed after the deadline of those who wait for it, so that this is tried as well."""
 GRACE = 3.0
@@ -23,8 +24,8 @@ STATUS = {"timeout_error": 504, "service_unavailable_error": 503}
 
 
 class Soak:
-    def __init__(self, port: int, grace: float = GRACE):
-        self.port = port
+    def __init__(self, port: int, grace: float = GRACE, copies: int = 1):
+        self.port, self.copies = port, copies
         self.grace = grace
         self.bound = REQUEST_TIMEOUT + DEADLINE_GRACE + grace
         """An answer is here by then."""
@@ -119,6 +120,14 @@ class Soak:
         answer = self.ask("GET", "/metrics")
         self.allow(answer, "/metrics", 200)
         return read_metrics(answer.text)
+
+    def whole(self) -> bool:
+        """Whether every copy is ready."""
+        health = self.ask("GET", "/health")
+        models = health.json().get("models", {}).values()
+        return health.status_code == 200 and all(
+            one["status"] == "ready" for model in models for one in model["copies"]
+        )
 
     def rank_pids(self) -> list[int]:
         health = self.ask("GET", "/health").json()

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.soak.books import read_metrics, total
 from tests.soak.questions import CHAT, COMPLETIONS, Question, question
-from tests.soak.state import BODY_BYTES, QUEUE, REQUEST_TIMEOUT, SLOTS, Soak
+from tests.soak.state import BODY_BYTES, QUEUE, RANKS, REQUEST_TIMEOUT, SLOTS, Soak
 from tests.support.http.http_servers import http_request, wait_for
 
 ADMIN_KEY = "root"
@@ -26,6 +26,8 @@ CHECKPOINTS = ("model", "other")
 ADAPTERS = ("x", "y", "z")
 """For two slots."""
 CHANGE_SECONDS, RECOVERY_SECONDS = 30.0, 60.0
+SWAPS = 10
+"""How often the weights are sent again where only some copies have them."""
 
 
 def client(soak: Soak, rng: random.Random, until: float) -> None:
@@ -138,8 +140,9 @@ def look(soak: Soak, rng: random.Random) -> None:
         metrics = read_metrics(answer.text)
         names = ("nxd_slots_free", "nxd_num_requests_running", "nxd_num_requests_waiting")
         free, running, waiting = (total(metrics, name) for name in names)
-        right = free + running == SLOTS and 0 <= free <= SLOTS and 0 <= waiting <= SLOTS + QUEUE
-        assert right, f"{free:g} of {SLOTS} slots free, {running:g} choices run, {waiting:g} wait"
+        slots = SLOTS * soak.copies
+        right = free + running == slots and 0 <= free <= slots and 0 <= waiting <= slots + QUEUE * soak.copies
+        assert right, f"{free:g} of {slots} slots free, {running:g} choices run, {waiting:g} wait"
 
 
 KINDS: dict[Callable[[Soak, random.Random], None], float] = {
@@ -158,15 +161,24 @@ def _change(soak: Soak, method: str, path: str, /, **body: Any) -> Any:
 
 
 def swap(soak: Soak, timeout: float = CHANGE_SECONDS) -> None:
-    """The other checkpoint, if running requests end in time."""
-    coming, other = soak.version + 1, 1 - soak.checkpoints[soak.version]
-    soak.checkpoints[coming] = other  # an answer may name it before the swap's own answer is here
-    answer = _change(soak, "POST", "/v1/weights", path=CHECKPOINTS[other], timeout=timeout)
-    if answer.status_code == 200:
-        soak.version = coming
-        assert answer.json()["version"] == coming
-    else:
+    """The other checkpoint, if running requests end in time; once a copy has it, all must get it."""
+    other, mixed = 1 - soak.checkpoints[soak.version], False
+    for _ in range(SWAPS):
+        coming = max(soak.checkpoints) + 1
+        soak.checkpoints[coming] = other  # an answer may name it before the swap's own answer is here
+        answer = _change(soak, "POST", "/v1/weights", path=CHECKPOINTS[other], timeout=timeout)
+        if answer.status_code == 200:
+            soak.version = coming
+            assert answer.json()["version"] == coming
+            return
+        if "copies have the new weights" in answer.text:
+            mixed, timeout = True, CHANGE_SECONDS
+            continue
         del soak.checkpoints[coming]
+        if not mixed:
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"the copies have different weights, and {SWAPS} swaps did not end that: {answer}")
 
 
 def load(soak: Soak, name: str) -> None:
@@ -198,20 +210,24 @@ def breaker(soak: Soak, rng: random.Random, until: float) -> None:
         kind = rng.choice(("kill", "kill all", "stop"))
         soak.books.add(soak.books.kinds, kind)
         pids = soak.rank_pids()
+        copies = [pids[place : place + RANKS] for place in range(0, len(pids), RANKS)]
+        broken = copies if kind == "kill all" else [rng.choice(copies)]
         with soak.books.fault():
-            for pid in pids if kind == "kill all" else [rng.choice(pids)]:
-                with contextlib.suppress(ProcessLookupError):  # the death of the first has ended the others
-                    os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-            soak.books.restarts += 1
+            for copy in broken:
+                for pid in copy if kind == "kill all" else [rng.choice(copy)]:
+                    with contextlib.suppress(ProcessLookupError):  # the death of the first has ended the others
+                        os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+            soak.books.restarts += len(broken)
             wait_for(lambda: _recovered(soak), RECOVERY_SECONDS + soak.grace, "not ready after a fault of the ranks")
-            assert not {*pids} & {*soak.rank_pids()}, f"ranks of {pids} are left after a restart"
+            left = {pid for copy in broken for pid in copy} & {*soak.rank_pids()}
+            assert not left, f"ranks {left} are left after a restart"
         least = 8.0
 
 
 def _recovered(soak: Soak) -> bool:
     time.sleep(0.2)
     restarts = total(soak.metrics(), "nxd_engine_restarts_total")
-    return restarts >= soak.books.restarts and soak.ask("GET", "/readyz").status_code == 200
+    return restarts >= soak.books.restarts and soak.whole()
 
 
 def _pause(seconds: float, until: float) -> bool:

@@ -58,15 +58,14 @@ class Models:
 
     def require_ready(self) -> None:
         """Raise EngineUnavailableError if no model takes requests now."""
-        unavailable: EngineUnavailableError | None = None
+        errors: list[EngineUnavailableError] = []
         for service in self.services:
             try:
                 service.require_ready()
                 return
             except EngineUnavailableError as error:
-                unavailable = unavailable or error
-        if unavailable is not None:
-            raise unavailable
+                errors.append(error)
+        raise errors[0]
 
     def find(self, name: str) -> Service | None:
         """Return the service of the model, or of the adapter, ``name``."""
@@ -77,18 +76,21 @@ class Models:
         )
 
     def named(self, name: str | None) -> Service:
-        """Return the service that answers a request for the model ``name``; a single one answers all.
+        """Return the service that answers a request for the model, or the adapter, ``name``; a single one answers those
+        without a name, and while it does not know its names.
 
         Raises RequestError for no name, UnknownModelError for an unknown one.
         """
-        if len(self.services) == 1:
+        if len(self.services) == 1 and (name is None or not self.services[0].loaded):
             return self.services[0]
-        known = ", ".join(repr(name) for service in self.services for name in service.model_names)
+        if name is not None and (service := self.find(name)) is not None:
+            return service
+        adapters = [adapter.name for service in self.services for adapter in service.adapters()]
+        names = [*(name for service in self.services for name in service.model_names), *adapters]
+        known = ", ".join(map(repr, names))
         if name is None:
             raise RequestError("model", f"this server has several models: name one of {known}")
-        if (service := self.find(name)) is None:
-            raise UnknownModelError(f"the model {name[:100]!r} does not exist; this server has {known}")
-        return service
+        raise UnknownModelError(f"the model {name[:100]!r} does not exist; this server has {known}")
 
 
 def plan(given: Sequence[str], settings: ServerSettings) -> list[functools.partial[Service]]:

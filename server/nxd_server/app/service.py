@@ -282,13 +282,9 @@ class Service:
     def make_engine(self, model: RankModel, draft: RankModel | None = None) -> Engine | OneShotEngine:
         """Return an engine for ``model``, with the adapters of the settings."""
         settings = self.settings
-        options: dict[str, Any] = {
-            "max_queued_requests": settings.max_queued_requests,
-            "max_queued_tokens": settings.max_queued_tokens,
-            "max_queue_wait": settings.max_queue_wait,
-            "restart_limit": settings.max_restarts,
-            "idle_probe": IDLE_PROBE_SECONDS,
-        }
+        names = ("max_queued_requests", "max_queued_tokens", "max_queue_wait")
+        options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        options |= {"restart_limit": settings.max_restarts, "idle_probe": IDLE_PROBE_SECONDS}
         if self.task != "generate":
             return engine.OneShotEngine(cast("TensorParallelModel", model), **options)
         options |= {name: getattr(settings, name) for name in ("stall_ratio", "speculate", "prefix_caching")}
@@ -424,11 +420,7 @@ class Service:
 
     def input_specs(self) -> dict[str, InputSpec]:
         """Return the inputs by name, as declared by the first bucket that has them."""
-        specs: dict[str, InputSpec] = {}
-        for bucket in self.manifest.buckets:
-            for spec in bucket.inputs:
-                specs.setdefault(spec.name, spec)
-        return specs
+        return {spec.name: spec for bucket in reversed(self.manifest.buckets) for spec in bucket.inputs}
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -477,9 +469,14 @@ class Service:
         retry = None if state in ("failed", "draining") else 5.0
         return EngineUnavailableError(f"the server takes no requests now: {reason or state}", state, retry)
 
+    @property
+    def loaded(self) -> bool:
+        """Whether the artifact's manifest has been read."""
+        return self._manifest is not None
+
     def require_loaded(self) -> None:
         """Raise EngineUnavailableError until the artifact has been read."""
-        if self._manifest is None:
+        if not self.loaded:
             raise self._unavailable()
 
     @property
@@ -575,16 +572,17 @@ class Service:
         """Return the adapters that requests may name."""
         workers = [cast("Engine", worker) for _, worker in self._running()] if self.task == "generate" else []
         # The last copy gets an adapter last, and loses it first.
-        found = {
-            adapter.name: dataclasses.replace(adapter)
-            for worker in workers[-1:]
-            for adapter in worker.adapters.listed()
-        }
+        last = workers[-1].adapters.listed() if workers else []
+        found = {adapter.name: dataclasses.replace(adapter) for adapter in last}
         for worker in workers[:-1]:
             for adapter in worker.adapters.listed():
                 if adapter.name in found:
                     found[adapter.name].running += adapter.running
         return list(found.values())
+
+    def adapter_named(self, name: str | None) -> str | None:
+        """Return the adapter that a request names as its model; None for the model itself."""
+        return None if name is None or name in self.model_names else name
 
     def load_adapter(self, name: str, path: Path, timeout: float) -> Adapter:
         """Load an adapter into every copy, or into none. Raises as :meth:`Adapters.load`."""

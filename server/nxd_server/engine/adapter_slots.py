@@ -125,6 +125,4 @@ class Adapters:
             if adapter.name == name and adapter.ready:
                 return adapter
         names = ", ".join(adapter.name for adapter in self._held if adapter.ready)
-        raise UnknownModelError(
-            f"there is no adapter {name!r}; " + (f"there are {names}" if names else "there is none")
-        )
+        raise UnknownModelError(f"there is no adapter {name!r}; {f'there are {names}' if names else 'there is none'}")

@@ -42,6 +42,7 @@ log = logging.getLogger("nxd_server.engine")
 IDLE_SECONDS = 1.0
 """An idle thread checks the ranks at least this often."""
 
+OF_STEPS = ("bucket_steps", "bucket_seconds", "useful_tokens", "padding_tokens")
 MEANS = ("kv_usage", "step_seconds")
 """Statistics that are no counts."""
 
@@ -329,20 +330,11 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Return the current counters and gauges."""
         queue, steps = self.queue, self.steps
-        return EngineStats(
-            state=self.state,
-            waiting=queue.inside,
-            waiting_tokens=queue.waiting_tokens,
-            submitted=queue.submitted,
-            finished=dict(queue.finished),
-            rejected=dict(queue.rejected),
-            restarts=self.restarts.count,
-            bucket_steps=dict(steps.bucket_steps),
-            bucket_seconds=dict(steps.bucket_seconds),
-            useful_tokens=dict(steps.useful_tokens),
-            padding_tokens=dict(steps.padding_tokens),
-            step_seconds=steps.costs.as_dict(),
-        )
+        of_steps: dict[str, Any] = {name: dict(getattr(steps, name)) for name in OF_STEPS}
+        stats = EngineStats(self.state, restarts=self.restarts.count, step_seconds=steps.costs.as_dict(), **of_steps)
+        stats.waiting, stats.waiting_tokens, stats.submitted = queue.inside, queue.waiting_tokens, queue.submitted
+        stats.finished, stats.rejected = dict(queue.finished), dict(queue.rejected)
+        return stats
 
     # --- new weights: sharded in the caller's thread, swapped in by the engine's thread -----------------------
 

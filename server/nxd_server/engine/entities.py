@@ -53,18 +53,8 @@ def entities_in(
     """
     pieces = list(_pieces(text, np.asarray(logits, dtype=np.float32), tokenizer))
     if strategy == "none":
-        found = [
-            {
-                "entity": labels[p.label],
-                "score": p.score,
-                "index": p.index,
-                "word": p.text,
-                "start": p.start,
-                "end": p.end,
-            }
-            for p in pieces
-        ]
-        return [one for one in found if one["entity"] != OUTSIDE]
+        found = [(labels[piece.label], piece) for piece in pieces if labels[piece.label] != OUTSIDE]
+        return [{"entity": label, "index": one.index, **_told(one.text, [one])} for label, one in found]
     join = _joiner(tokenizer)
     if strategy != "simple":
         pieces = [_word(group, strategy, join) for group in _split(pieces, lambda _, piece: not piece.continues)]
@@ -72,17 +62,18 @@ def entities_in(
     def begins(before: _Piece, piece: _Piece) -> bool:
         return labels[piece.label].startswith("B-") or _kind(labels[before.label]) != _kind(labels[piece.label])
 
+    groups = [(_kind(labels[group[0].label]), group) for group in _split(pieces, begins)]
     return [
-        {
-            "entity_group": kind,
-            "score": float(np.mean([piece.score for piece in group])),
-            "word": join([piece.text for piece in group]),
-            "start": group[0].start,
-            "end": group[-1].end,
-        }
-        for group in _split(pieces, begins)
-        if (kind := _kind(labels[group[0].label])) != OUTSIDE
+        {"entity_group": kind, **_told(join([piece.text for piece in group]), group)}
+        for kind, group in groups
+        if kind != OUTSIDE
     ]
+
+
+def _told(word: str, group: Sequence[_Piece]) -> dict[str, Any]:
+    """Return what is said of an entity that consists of these pieces."""
+    score = float(np.mean([piece.score for piece in group]))
+    return {"score": score, "word": word, "start": group[0].start, "end": group[-1].end}
 
 
 def _kind(label: str) -> str:

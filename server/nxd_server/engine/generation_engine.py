@@ -257,17 +257,8 @@ class Engine(EngineCore):
         if params.n > limit:
             raise RequestError("n", f"at most {limit} choices fit this server's slots and queue, got {params.n}")
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return [
-            sampler_of(
-                params,
-                derive_seed(seed, index),
-                self._input_names,
-                self.vocab_size,
-                self._bias_slots,
-                self.eos_token_ids,
-            )
-            for index in range(params.n)
-        ]
+        graphs = self._input_names, self.vocab_size, self._bias_slots, self.eos_token_ids
+        return [sampler_of(params, derive_seed(seed, index), *graphs) for index in range(params.n)]
 
     # --- steps: the engine's thread -----------------------------------------------------------------------
 

@@ -26,12 +26,9 @@ MAX_BAD_WORDS = 128
 MAX_BAD_CHARACTERS = 8192
 MAX_STOP_LENGTH = 1024
 WHOLE_NUMBERS = {
-    "max_tokens": Option(16, "", int, minimum=0),
+    **dict.fromkeys(("max_tokens", "min_tokens", "logprobs", "prompt_logprobs"), Option(0, "", int, minimum=0)),
     "n": Option(1, "", int, minimum=1, maximum=128),
-    "min_tokens": Option(0, "", int, minimum=0),
     "seed": Option(0, "", int, minimum=-(2**63), maximum=2**63 - 1),
-    "logprobs": Option(0, "", int, minimum=0),
-    "prompt_logprobs": Option(0, "", int, minimum=0),
 }
 MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
@@ -39,12 +36,9 @@ TOKEN_ID = Option(0, "", int, minimum=0)
 BIAS = Option(0.0, "Added to a token's logit.", float, minimum=-100, maximum=100)
 SAMPLER_DEFAULTS: dict[str, float] = {
     **{name: field.off for name, field in SAMPLER_FIELDS.items()},
-    "seed": 0,
-    "allowed": -1,
-    "bias_ids": 0,
+    **dict.fromkeys(("seed", "bias_ids", "adapter"), 0),
+    **dict.fromkeys(("allowed", "prompt_length"), -1),
     "bias_values": 0.0,
-    "prompt_length": -1,
-    "adapter": 0,
 }
 """The inputs that the engine can feed, with the value that means "off"."""
 

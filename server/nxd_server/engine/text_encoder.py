@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 
 from nxd_infer.errors import ArtifactVersionError, ModelConfigError
-from nxd_server.engine.admission import WholeRequest
 from nxd_server.engine.oneshot_engine import OneShotEngine, Outputs
 from nxd_server.engine.request import check_token_ids
 from nxd_server.errors import PromptTooLongError, RequestError
@@ -51,32 +50,13 @@ class TextEncoder:
         self.prompts: dict[str, str] = metadata.get("prompts") or {}
         """By name, the prompts to prepend to a text, from the sentence-transformers files."""
         self._default_prompt: str | None = metadata.get("default_prompt")
-        specs = {spec.name: spec for bucket in engine.model.manifest.buckets for spec in bucket.inputs}
-        if "input_ids" not in specs:
-            raise ModelConfigError(f"the artifact has no input 'input_ids' (it takes {', '.join(specs)})")
-        self._names = set(specs)
-        longest = max(
-            spec.shape[1]
-            for bucket in engine.model.manifest.buckets
-            for spec in bucket.inputs
-            if spec.name == "input_ids"
-        )
+        inputs = [spec for bucket in engine.model.manifest.buckets for spec in bucket.inputs]
+        self._names = dict.fromkeys(spec.name for spec in inputs)
+        if "input_ids" not in self._names:
+            raise ModelConfigError(f"the artifact has no input 'input_ids' (it takes {', '.join(self._names)})")
+        longest = max(spec.shape[1] for spec in inputs if spec.name == "input_ids")
         self.max_len = min(longest, int(metadata.get("max_len") or longest))
         self._vocab_size = int(metadata.get("vocab_size") or tokenizer.vocab_size)
-
-    def submit(
-        self,
-        text: str | tuple[str, str] | Sequence[int],
-        *,
-        prompt_name: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        timeout: float | None = None,
-        field: str = "input",
-        whole: WholeRequest | None = None,
-    ) -> Future[Encoded]:
-        """Encode a text, a pair of texts as one input, or token ids as given: submits the result of :meth:`tokens`."""
-        tokens = self.tokens(text, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens, field=field)
-        return self.submit_tokens(tokens, timeout=timeout, field=field, whole=whole)
 
     def tokens(
         self,
@@ -106,16 +86,9 @@ class TextEncoder:
             types = [0] * len(ids)
         return ids, types
 
-    def submit_tokens(
-        self,
-        tokens: Tokens,
-        *,
-        timeout: float | None = None,
-        field: str = "input",
-        continuing: bool = False,
-        whole: WholeRequest | None = None,
-    ) -> Future[Encoded]:
-        """Encode the result of :meth:`tokens`. Raises as :meth:`OneShotEngine.submit`; RequestError without tokens."""
+    def submit(self, tokens: Tokens, *, field: str = "input", **how: Any) -> Future[Encoded]:
+        """Encode the result of :meth:`tokens`; ``how``, and errors: as for :meth:`OneShotEngine.submit`. RequestError
+        without tokens."""
         ids, types = tokens
         if not ids:
             raise RequestError(field, "has no tokens")
@@ -130,7 +103,7 @@ class TextEncoder:
             return Encoded(outputs[name][0].float(), count)
 
         inputs = {key: value for key, value in tensors.items() if key in self._names}
-        return self.engine.submit(inputs, timeout=timeout, convert=convert, continuing=continuing, whole=whole)
+        return self.engine.submit(inputs, convert=convert, **how)
 
     def parts(self, text: str | tuple[str, str] | Sequence[int], prompt_name: str | None) -> tuple[str, ...]:
         """Return the one or two texts to tokenize, a text with the model's prompt prepended; none for token ids."""

@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from nxd_infer.util.ownership import others_may_change, shown, way_to
 from nxd_server.engine.adapter_slots import Adapter
 from nxd_server.errors import AdapterConflictError, ForbiddenPathError, RequestError
 from nxd_server.http.error_responses import ApiError
-from nxd_server.http.request_body import Body, is_one_of
+from nxd_server.http.request_body import Body, Neutral, is_one_of
 from nxd_server.http.request_context import context_of, require_admin
 from nxd_server.http.scope_keys import FIELDS
 from nxd_server.threads import in_thread
@@ -101,13 +101,8 @@ class AdapterBody(Body):
 
 
 def _card(adapter: Adapter) -> dict[str, Any]:
-    return {
-        "id": adapter.name,
-        "object": "adapter",
-        "created": adapter.created,
-        "slot": adapter.slot,
-        "running": adapter.running,
-    }
+    told = {name: getattr(adapter, name) for name in ("created", "slot", "running")}
+    return {"id": adapter.name, "object": "adapter", **told}
 
 
 async def load_adapter(request: Request, body: AdapterBody) -> dict[str, Any]:
@@ -129,7 +124,7 @@ class LoraBody(Body):
     """``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them."""
 
     HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {"lora_int_id"}
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {"load_inplace": is_one_of(False)}
+    NEUTRAL: ClassVar[Neutral] = {"load_inplace": is_one_of(False)}
 
     lora_name: str
     lora_path: str | None = Field(None, description="Of one that is loaded.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -18,10 +17,10 @@ from nxd_server.http.blocks import Block, BlockAnswer, check_answers, check_fiel
 from nxd_server.http.error_responses import NO_THREADS, ApiError, bad_request, clip, missing_field, unsupported
 from nxd_server.http.openai.chat import Conversation, chat_prompt, conversation, thinking_switch
 from nxd_server.http.openai.generation import respond
-from nxd_server.http.openai.schemas import MOST_MESSAGES, MOST_VARIABLES, ChatBody, SamplerBody
+from nxd_server.http.openai.schemas import MOST_MESSAGES, ChatBody, SamplerBody
 from nxd_server.http.openai.tools import offered_tools
-from nxd_server.http.request_body import Body, Listed, Whole, is_empty, is_one_of
-from nxd_server.http.request_context import check_model, context_of, request_id, require_task, unless_left
+from nxd_server.http.request_body import Body, Listed, Neutral, Templated, Whole, is_empty, is_one_of
+from nxd_server.http.request_context import context_of, request_id, require_task, unless_left
 from nxd_server.http.scope_keys import FIELDS
 
 BLOCK_FIELDS = {
@@ -44,17 +43,15 @@ def _edits_nothing(management: Any) -> bool:
     return is_empty(management) or (isinstance(edits, list) and all(edit == kept for edit in edits))
 
 
-class CountBody(SamplerBody):
+class CountBody(SamplerBody, Templated):
     """``POST /v1/messages/count_tokens``."""
 
     HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {"cache_control", "inference_geo", "user_profile_id"}
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
-        "container": is_empty,
-        "mcp_servers": is_empty,
+    NEUTRAL: ClassVar[Neutral] = {
+        **dict.fromkeys(("container", "mcp_servers", "stream_options"), is_empty),
         "context_management": _edits_nothing,
         "service_tier": is_one_of("auto", "standard_only"),
         "speed": is_one_of("standard"),
-        "stream_options": is_empty,
     }
 
     model: str | None = Field(None, description="The served model's name, which is the default, or an adapter's.")
@@ -62,13 +59,9 @@ class CountBody(SamplerBody):
         ..., max_length=MOST_MESSAGES, description="Turns of user and assistant, whose content is text or blocks."
     )
     system: Any = Field(None, description="Text, or a list of blocks of text.")
-    tools: Listed[dict[str, Any]] = Field(default_factory=list, description="Functions that the model may call.")
     tool_choice: dict[str, Any] | None = Field(None, description="Of the type auto, any, tool or none.")
     thinking: dict[str, Any] | None = Field(None, description="enabled or disabled; budget_tokens are no strict limit.")
     output_config: dict[str, Any] = Field(default_factory=dict, description="Its format: json_schema, with a schema.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
-    )
 
 
 class MessagesBody(CountBody):
@@ -93,7 +86,6 @@ async def messages(request: Request, body: MessagesBody) -> Any:
 async def count_tokens(request: Request, body: CountBody) -> JSONResponse:
     """Return how many tokens the prompt of a conversation has."""
     context = context_of(request)
-    check_model(context.service, body.model)
     require_task(context.service, "/v1/messages/count_tokens", "generate")
     chat = ChatBody.parse(_chat_body(request, body))
     tools = offered_tools(chat.tools, chat.tool_choice, context.service.tool_format) if chat.tools else []
@@ -115,6 +107,7 @@ def _chat_body(request: Request, body: CountBody) -> dict[str, Any]:
         **{name: value for name in SAMPLER_FIELDS if (value := getattr(body, name)) is not None},
         "model": body.model,
         "messages": said,
+        "continue_final_message": said[-1]["role"] == "assistant",
         "tools": [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools)],
         "tool_choice": choice,
         "parallel_tool_calls": parallel,
@@ -149,8 +142,8 @@ def _messages(body: CountBody) -> tuple[list[dict[str, Any]], list[str]]:
                 continue
             found.append(one)
             origins.append(where)
-    if found[-1]["role"] == "assistant":
-        raise unsupported(f"{origins[-1]}.role", "the last message is the user's: no answer is continued")
+    if found[-1]["role"] == "assistant" and (not found[-1]["content"] or "tool_calls" in found[-1]):
+        raise unsupported(f"{origins[-1]}.content", "an answer is continued that ends with text, and calls no tool")
     for one in found:
         if one["role"] == "user" and len(one["content"]) == 1:
             one["content"] = one["content"][0]["text"]

@@ -161,13 +161,9 @@ async def invocations(request: Request) -> Any:
         return await answered(request, EmbeddingBody, embeddings, data)
     if data.get("inputs") is not None or data.get("safetensors") is not None:
         return await answered(request, PredictBody, predict, data)
-    raise bad_request(
-        "the body holds none of `messages`, `prompt`, `input`, `inputs` and `safetensors`; for this model send "
-        + {"generate": "`prompt` or `messages`", "embed": "`input`", "classify": "`input`"}.get(
-            service.task, "`inputs`"
-        ),
-        code="missing_parameter",
-    )
+    needed = {"generate": "`prompt` or `messages`", "embed": "`input`", "classify": "`input`"}
+    why = "the body holds none of `messages`, `prompt`, `input`, `inputs` and `safetensors`; for this model send "
+    raise bad_request(why + needed.get(service.task, "`inputs`"), code="missing_parameter")
 
 
 async def _http_exception(request: Request, error: Exception) -> Any:

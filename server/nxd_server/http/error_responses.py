@@ -20,31 +20,20 @@ from nxd_infer.util.suggest import did_you_mean
 from nxd_server.errors import ServerError, summary
 
 STATUSES = {
-    400: ("invalid_request_error", "invalid_request"),
-    401: ("authentication_error", "invalid_api_key"),
-    403: ("permission_error", "forbidden"),
-    404: ("not_found_error", "not_found"),
-    405: ("invalid_request_error", "method_not_allowed"),
-    409: ("conflict_error", "conflict"),
-    413: ("invalid_request_error", "body_too_large"),
-    415: ("invalid_request_error", "compressed_body"),
-    429: ("rate_limit_error", "queue_full"),
-    500: ("server_error", "internal_error"),
-    503: ("service_unavailable_error", "service_unavailable"),
-    504: ("timeout_error", "timeout"),
+    400: ("invalid_request_error", "invalid_request", "invalid_request_error"),
+    401: ("authentication_error", "invalid_api_key", "authentication_error"),
+    403: ("permission_error", "forbidden", "permission_error"),
+    404: ("not_found_error", "not_found", "not_found_error"),
+    405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
+    409: ("conflict_error", "conflict", "invalid_request_error"),
+    413: ("invalid_request_error", "body_too_large", "request_too_large"),
+    415: ("invalid_request_error", "compressed_body", "invalid_request_error"),
+    429: ("rate_limit_error", "queue_full", "rate_limit_error"),
+    500: ("server_error", "internal_error", "api_error"),
+    503: ("service_unavailable_error", "service_unavailable", "overloaded_error"),
+    504: ("timeout_error", "timeout", "timeout_error"),
 }
-"""Type of an error, and its code if it has none of its own, by status."""
-ANTHROPIC = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-"""Type of an error in Anthropic's API."""
+"""Type of an error, its code if it has none of its own, and its type in Anthropic's API, by status."""
 NO_THREADS = "thread_unsupported_request"
 """The code by which Anthropic's client knows that it must send whole conversations."""
 
@@ -75,7 +64,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.type, own_code = STATUSES[status]
+        self.type, own_code, self._anthropic_type = STATUSES[status]
         self.code = code or own_code
         self.headers = dict(headers or {})
         if retry_after is not None:
@@ -95,7 +84,7 @@ class ApiError(Exception):
 
     def anthropic_body(self, request_id: str) -> dict[str, Any]:
         """Return the error in the form of Anthropic's API."""
-        error: dict[str, Any] = {"type": ANTHROPIC.get(self.status, "invalid_request_error"), "message": self.message}
+        error: dict[str, Any] = {"type": self._anthropic_type, "message": self.message}
         if self.code == NO_THREADS:
             error["details"] = {"error_code": self.code, "unsupported": [self.param]}
         return {"type": "error", "error": error, "request_id": request_id}

@@ -13,15 +13,7 @@ from starlette.responses import JSONResponse
 
 from nxd_server.http.error_responses import bad_request, clip, missing_field
 from nxd_server.http.request_body import Listed, QueuedBody
-from nxd_server.http.request_context import (
-    check_model,
-    context_of,
-    on_a_copy,
-    seconds_left,
-    unless_left,
-    wait_all,
-    whole_of,
-)
+from nxd_server.http.request_context import context_of, on_a_copy, seconds_left, unless_left, wait_all, whole_of
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +44,6 @@ async def predict(request: Request, body: PredictBody) -> JSONResponse:
     """
     context = context_of(request)
     service = context.service
-    check_model(service, body.model)
     if (body.inputs is None) == (body.safetensors is None):
         raise bad_request("send either `inputs` or `safetensors`", "inputs", "missing_parameter")
     service.require_ready()
@@ -77,8 +68,7 @@ async def predict(request: Request, body: PredictBody) -> JSONResponse:
 
     (outputs,) = await on_a_copy(request, run)
     if body.outputs is not None:
-        missing = [name for name in body.outputs if name not in outputs]
-        if missing:
+        if missing := [name for name in body.outputs if name not in outputs]:
             raise bad_request(
                 f"`outputs`: there is no output {clip(missing[0])!r}; this model has {', '.join(outputs)}", "outputs"
             )
@@ -87,27 +77,22 @@ async def predict(request: Request, body: PredictBody) -> JSONResponse:
     return await asyncio.to_thread(_answer, service.model_name, outputs, as_file)
 
 
-def _tensors():
-    from nxd_server.http import tensors  # slow: torch, which a server that generates never loads
-
-    return tensors
-
-
 def unpack(text: str, specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the inputs in a base64 safetensors file. Raises ApiError 400 for names not in ``specs``."""
-    tensors = _tensors().tensors_from_safetensors(text, "safetensors")
+    from nxd_server.http.tensors import tensors_from_safetensors  # slow: torch, which servers that generate do without
+
+    tensors = tensors_from_safetensors(text, "safetensors")
     _check_names(specs, "safetensors", tensors.keys())
     return tensors
 
 
 def read_tensors(inputs: dict[str, Any], specs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the inputs from JSON. Raises ApiError 400 for names not in ``specs``."""
+    from nxd_server.http.tensors import tensor_from_json
+
     given = {name: value for name, value in inputs.items() if value is not None}
     _check_names(specs, "inputs", given.keys())
-    return {
-        name: _tensors().tensor_from_json(value, specs[name].torch_dtype, f"inputs.{name}")
-        for name, value in given.items()
-    }
+    return {n: tensor_from_json(value, specs[n].torch_dtype, f"inputs.{n}") for n, value in given.items()}
 
 
 def _check_names(specs: Mapping[str, Any], field: str, names: Set[str]) -> None:
@@ -120,9 +105,9 @@ def _check_names(specs: Mapping[str, Any], field: str, names: Set[str]) -> None:
 
 
 def _answer(model: str, outputs: dict[str, torch.Tensor], as_file: bool) -> JSONResponse:
-    tensors = _tensors()
+    from nxd_server.http.tensors import tensor_to_json, tensors_to_safetensors
+
     if as_file:
-        return JSONResponse({"model": model, "safetensors": tensors.tensors_to_safetensors(outputs)})
-    return JSONResponse(
-        {"model": model, "outputs": {name: tensors.tensor_to_json(value) for name, value in outputs.items()}}
-    )
+        return JSONResponse({"model": model, "safetensors": tensors_to_safetensors(outputs)})
+    told = {name: tensor_to_json(value) for name, value in outputs.items()}
+    return JSONResponse({"model": model, "outputs": told})

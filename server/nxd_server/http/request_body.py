@@ -36,6 +36,7 @@ PLAIN = {b"", b"identity"}
 """Accepted content encodings."""
 NO_JSON = ("text/plain", "multipart/form-data")
 """Refused content types, which a page of another origin may send without asking. The third one, of forms, is curl's."""
+MOST_VARIABLES = 64
 DRAIN_BYTES = 16 * 2**20
 DRAIN_SECONDS = 2.0
 SMALLEST_LIMIT, LARGEST_LIMIT = 2 * 2**20, 16 * 2**20
@@ -232,13 +233,17 @@ Texts = Annotated[Listed[str], BeforeValidator(_texts, json_schema_input_type=st
 """One text or a list of them. A union would put the name of its branch into the path of an error."""
 
 
+Neutral = dict[str, Callable[[Any], bool]]
+"""Which values of a field have no effect."""
+
+
 class Body(BaseModel):
     """Base of all request bodies: strict types, unknown fields rejected."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "safety_identifier", "request_id"})
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {}
+    NEUTRAL: ClassVar[Neutral] = {}
     INSTEAD: ClassVar[dict[str, str]] = {}
     """Maps names used by other servers to ours."""
 
@@ -297,6 +302,15 @@ class QueuedBody(Body):
     """Of a request that waits for its turn."""
 
     priority: Whole = Field(0, ge=-(2**31), lt=2**31, description="Of the key's own requests the lowest begins first.")
+
+
+class Templated(Body):
+    """Of a conversation, which the model's chat template renders."""
+
+    tools: Listed[dict[str, Any]] = Field([], description="Functions that the model may call.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, max_length=MOST_VARIABLES, description="Variables for the template."
+    )
 
 
 def _got(error: ErrorDetails) -> str:

@@ -174,22 +174,6 @@ async def answered(
     return await handler(request, body)
 
 
-def check_model(service: Service, name: str | None) -> str | None:
-    """Return the adapter ``name``; None for the served model itself. Raises 404 for another name."""
-    if name is None or name in service.model_names:
-        return None
-    adapters = [adapter.name for adapter in service.adapters()]
-    if name not in adapters:
-        known = ", ".join(map(repr, [*service.model_names, *adapters]))
-        raise ApiError(
-            404,
-            f"the model {clip(name)!r} does not exist; this server has {known}",
-            param="model",
-            code="model_not_found",
-        )
-    return name
-
-
 def require_task(service: Service, route: str, *tasks: str) -> None:
     """Raise 400 if the artifact's task does not match the route; 503 until the artifact is known."""
     service.require_ready()
@@ -382,9 +366,7 @@ class RequestMiddleware:
             except ClientLeft:
                 status = CLIENT_CLOSED
             except Exception as error:
-                refusal = scope[REFUSAL] = as_api_error(error, request_id).naming(scope.get(FIELDS))
-                if refusal.status == 500 and refusal.code == "internal_error":
-                    logger.exception("request %s failed", request_id)
+                refusal = refusal_of(error, scope)
                 if started:
                     raise  # closes the connection, so that the client sees an incomplete answer
                 forget_frames(error)  # breaks a cycle: the scope holds the error, its frames the scope and the body
@@ -409,6 +391,14 @@ class RequestMiddleware:
             probe = scope["path"] in OPEN_PATHS and status in (200, 503)  # some client polls every second
             if self._access_log and not probe:
                 log_access(scope, status, seconds, sent)
+
+
+def refusal_of(error: Exception, scope: Scope) -> ApiError:
+    """Return what a request's client is told of an error, and note it for the access log. Logs a defect of ours."""
+    refusal = scope[REFUSAL] = as_api_error(error, scope[REQUEST_ID]).naming(scope.get(FIELDS))
+    if refusal.code == "internal_error":
+        logger.exception("request %s failed", scope[REQUEST_ID])
+    return refusal
 
 
 def _check_framing(scope: Scope) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -12,17 +12,17 @@ from starlette.responses import Response
 from nxd_infer.util.version import VERSION
 from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent
 from nxd_server.engine.sampling_params import MAX_STOP_STRINGS
-from nxd_server.http.error_responses import ApiError, bad_request, clip, encode, unsupported
+from nxd_server.http.error_responses import ApiError, bad_request, clip, encode
 from nxd_server.http.openai.completions import Completion, prepared
 from nxd_server.http.openai.generation import Answer, Generation, Given, respond
 from nxd_server.http.openai.logprobs import finite
 from nxd_server.http.openai.schemas import CompletionBody
-from nxd_server.http.request_body import Body, Listed, Whole, equals, is_one_of
+from nxd_server.http.request_body import Body, Listed, Neutral, Whole, equals, is_one_of
 from nxd_server.http.request_context import context_of
 from nxd_server.http.scope_keys import FIELDS
 
 DEFAULT_MAX_TOKENS = 100
-SAME = ("frequency_penalty", "repetition_penalty", "seed", "temperature", "top_k", "top_p", "stop")
+SAME = ("best_of", "frequency_penalty", "repetition_penalty", "seed", "temperature", "top_k", "top_p", "stop")
 OTHERS = {"max_tokens": "max_new_tokens", "truncate_prompt_tokens": "truncate", "model": "adapter_id"}
 OTHERS |= {"logprobs": "top_n_tokens", "prompt_logprobs": "decoder_input_details", "structured_outputs": "grammar"}
 """What the fields of a completion are called here."""
@@ -31,12 +31,10 @@ OTHERS |= {"logprobs": "top_n_tokens", "prompt_logprobs": "decoder_input_details
 class Parameters(Body):
     """The object ``parameters``."""
 
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
-        **dict.fromkeys(("best_of", "typical_p"), equals(1)),
-        "watermark": is_one_of(False),
-    }
+    NEUTRAL: ClassVar[Neutral] = {"typical_p": equals(1), "watermark": is_one_of(False)}
 
     adapter_id: str | None = None
+    best_of: Whole | None = Field(None, description="Sample this many answers, and return the likeliest.")
     decoder_input_details: bool = False
     details: bool = False
     do_sample: bool = False
@@ -73,14 +71,17 @@ async def generate(request: Request, body: TgiBody) -> Response:
     request.scope[FIELDS] |= {name: f"parameters.{own}" for name, own in OTHERS.items()}
     given, path = Parameters.parse(body.parameters), request.scope["path"]
     stream = body.stream or path == "/generate_stream"
-    if stream and given.decoder_input_details:
-        raise unsupported("parameters.decoder_input_details", "in a stream")
     sampled = given.do_sample or any(getattr(given, name) is not None for name in ("temperature", "top_k", "top_p"))
+    if (given.best_of or 1) > 1 and not sampled:
+        raise bad_request(
+            "`parameters.best_of` needs `do_sample`: greedy answers are all the same", "parameters.best_of"
+        )
     fields: dict[str, Any] = {
         **({} if sampled else {"temperature": 0}),
         **{name: value for name in SAME if (value := getattr(given, name)) is not None},
         **{name: getattr(given, own) for name, own in OTHERS.items()},
         "prompt": body.inputs,
+        "stream": stream,
         "model": given.adapter_id or body.model,
         "include_stop_str_in_output": True,
         "prompt_logprobs": 0 if given.decoder_input_details else None,
@@ -111,7 +112,7 @@ async def info(request: Request) -> dict[str, Any]:
         "model_device_type": service.manifest.backend,
         "model_pipeline_tag": "text-generation" if service.task == "generate" else service.task,
         "max_concurrent_requests": context.settings.max_queued_requests,
-        "max_best_of": 1,
+        "max_best_of": context.settings.max_choices,
         "max_stop_sequences": MAX_STOP_STRINGS,
         "max_input_tokens": service.max_len - 1,
         "max_total_tokens": service.max_len,
@@ -127,7 +128,11 @@ class _Generated(Answer):
 
     def __init__(self, one: Completion, inputs: str, given: Parameters, listed: bool):
         self._tokenizer, self._prompt, self._given, self._listed = one.tokenizer, one.prompts[0], given, listed
+        self._another = functools.partial(_Generated, one, inputs, given, listed)
         self._text = inputs if given.return_full_text else ""
+        self._ended: dict[str, Any] = {}
+        self._logprob = 0.0
+        """Of all tokens together."""
         self._prefill: list[dict[str, Any]] = []
         self._tokens: list[dict[str, Any]] = []
         self._top: list[list[dict[str, Any]]] = []
@@ -144,26 +149,33 @@ class _Generated(Answer):
             return
         self._text += event.text
         if isinstance(event, TokenEvent):
+            self._logprob += event.logprob
             self._tokens.append(self._token(event.token, event.logprob, event.text))
             self._top.append([self._token(*one) for one in event.top])
-        elif self._tokens:
-            self._tokens[-1]["text"] += event.text
+        else:
+            if self._tokens:
+                self._tokens[-1]["text"] += event.text
+            ended = "length" if event.reason == "length" else "eos_token" if event.stop is None else "stop_sequence"
+            self._ended = {"finish_reason": ended, "generated_tokens": len(self._tokens), "seed": self._given.seed}
 
-    def _end(self, event: FinishEvent) -> dict[str, Any]:
-        ended = "length" if event.reason == "length" else "eos_token" if event.stop is None else "stop_sequence"
-        return {"finish_reason": ended, "generated_tokens": len(self._tokens), "seed": self._given.seed}
+    @property
+    def _details(self) -> dict[str, Any]:
+        return {**self._ended, "prefill": self._prefill, "tokens": self._tokens, "top_tokens": self._top}
 
     async def whole(self, generation: Generation) -> Response:
-        details: dict[str, Any] = {}
+        choices = [self, *(self._another() for _ in range(generation.choices - 1))]
         async with generation:
             while generation.unfinished:
                 if (item := await generation.next()) is not None:
-                    self._take(item[1])
-                    details = self._end(item[1]) if isinstance(item[1], FinishEvent) else {}
-        answer: dict[str, Any] = {"generated_text": self._text}
+                    choices[item[0]]._take(item[1])
+        best, *others = sorted(choices, key=lambda one: -one._logprob / max(1, len(one._tokens)))
+        best._prefill = self._prefill  # the first choice's, for all of them
+        answer: dict[str, Any] = {"generated_text": best._text}
         if self._given.details or self._given.decoder_input_details:
-            details |= {"prefill": self._prefill, "tokens": self._tokens, "top_tokens": self._top}
-            answer["details"] = details
+            answer["details"] = best._details
+            if others:
+                rest = [{"generated_text": one._text, **one._details} for one in others]
+                answer["details"]["best_of_sequences"] = rest
         return Response(encode([answer] if self._listed else answer), media_type="application/json")
 
     def event(self, choice: int, event: Given) -> bytes:
@@ -177,7 +189,7 @@ class _Generated(Answer):
         if self._given.top_n_tokens:
             shown["top_tokens"] = self._top[place - 1]
         if ended:
-            shown |= {"generated_text": self._text, "details": {**self._end(event), "input_length": len(self._prompt)}}
+            shown |= {"generated_text": self._text, "details": {**self._ended, "input_length": len(self._prompt)}}
         return b"data:" + encode(shown) + b"\n\n"
 
     def failure(self, refusal: ApiError) -> bytes:

@@ -12,29 +12,25 @@ from starlette.responses import JSONResponse
 from nxd_server.engine.request import check_token_ids
 from nxd_server.http.error_responses import bad_request, unsupported
 from nxd_server.http.openai.chat import chat_text
-from nxd_server.http.openai.schemas import MOST_MESSAGES, MOST_VARIABLES
+from nxd_server.http.openai.schemas import MOST_MESSAGES
 from nxd_server.http.openai.tools import offered_tools
-from nxd_server.http.request_body import Body, Listed
-from nxd_server.http.request_context import INLINE_TEXT, Context, check_model, context_of, unless_left
+from nxd_server.http.request_body import Body, Listed, Templated
+from nxd_server.http.request_context import INLINE_TEXT, Context, context_of, unless_left
 
 INLINE_TOKENS = 4096
 MOST_IDS = 2**16
 """Token ids for ``/detokenize``, unless the model's maximum length is larger."""
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Templated):
     """``POST /tokenize``: a text, or a conversation for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = Field(None, max_length=MOST_MESSAGES)
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
-    )
     add_generation_prompt: bool | None = Field(None, description="False: of a conversation without a further message.")
     continue_final_message: bool = Field(False, description="Of a conversation whose last message is not at its end.")
     documents: Listed[dict[str, Any]] | None = Field(None, description="Texts that the template shows to the model.")
-    tools: Listed[dict[str, Any]] | None = Field(None, description="Functions that the template shows to the model.")
     add_special_tokens: bool | None = Field(None, description="Of a text; by default true. A template adds its own.")
     return_token_strs: bool = False
 
@@ -50,7 +46,6 @@ async def tokenize(request: Request, body: TokenizeBody) -> JSONResponse:
     """Return the token ids of a text, or of a conversation as the model would see it."""
     context = context_of(request)
     context.service.require_loaded()
-    check_model(context.service, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("send either `prompt` or `messages`", "prompt", "missing_parameter")
     if body.messages is not None and body.add_special_tokens:
@@ -65,7 +60,7 @@ async def _answer(context: Context, body: TokenizeBody) -> JSONResponse:
     service = context.service
     text, special, field = body.prompt or "", body.add_special_tokens is not False, "prompt"
     if body.messages is not None:
-        tools = offered_tools(body.tools or [], None, service.tool_format)
+        tools = offered_tools(body.tools, None, service.tool_format)
         form = body.add_generation_prompt, body.continue_final_message
         text = await chat_text(service, body.messages, body.chat_template_kwargs, tools, body.documents or [], *form)
         special, field = False, "messages"
@@ -87,7 +82,6 @@ async def detokenize(request: Request, body: DetokenizeBody) -> JSONResponse:
     context = context_of(request)
     service = context.service
     service.require_loaded()
-    check_model(service, body.model)
     tokenizer = service.require_tokenizer()
     most = max(MOST_IDS, service.max_len)
     if len(body.tokens) > most:

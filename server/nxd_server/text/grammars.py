@@ -24,6 +24,7 @@ import numpy as np
 from nxd_server.errors import RequestError
 from nxd_server.text.structured_outputs import StructuredOutputs
 from nxd_server.text.tokenizer import LibraryPanic, Tokenizer, no_panics
+from nxd_server.threads import settle
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -274,17 +275,10 @@ def _reason(message: str) -> str:
 def _on_deep_stack(work: Callable[[], CompiledGrammar]) -> CompiledGrammar:
     """Return ``work()`` of a thread with a stack of ``STACK`` bytes, of which it touches what it needs."""
     outcome: Future[CompiledGrammar] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
     with _STACK_SIZE:  # it is set for all threads that start now
         before = threading.stack_size(STACK)
         try:
-            threading.Thread(target=run, name="nxd-grammar", daemon=True).start()
+            threading.Thread(target=settle, args=(outcome, work), name="nxd-grammar", daemon=True).start()
         finally:
             threading.stack_size(before)
     return outcome.result()

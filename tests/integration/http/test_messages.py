@@ -166,6 +166,19 @@ def test_earlier_thinking_comes_back_and_turns_of_one_role_are_one(server, clien
     assert (read, answer.usage.output_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
 
 
+def test_an_answer_that_has_begun_goes_on(server, client):
+    """Without the end of a turn behind it, and only what is new is returned."""
+    messages = [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "No"}]}]
+    answer = client.messages.create(messages=messages, **GREEDY)
+    assert answer.content[0].text == " idea."
+    with client.messages.stream(messages=messages, **GREEDY) as stream:
+        assert "".join(stream.text_stream) == " idea."
+    usage = chat(server, messages, continue_final_message=True)["usage"]
+    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == usage["prompt_tokens"]
+    counted = client.messages.count_tokens(model="taught", messages=messages)
+    assert counted.input_tokens == usage["prompt_tokens"]
+
+
 def test_thinking_is_the_switch_of_the_template(server, client):
     for kind, switch in (("enabled", True), ("disabled", False)):
         thinking = {"type": kind, **({"budget_tokens": 1024} if switch else {})}
@@ -185,7 +198,9 @@ WRONG = [
     ({"messages": []}, "messages"),
     ({"messages": [user([IMAGE])]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [ASKED, {"role": "assistant", "content": "So"}]}, "messages[1].role"),
+    ({"messages": [ASKED, {"role": "assistant", "content": [USED]}]}, "messages[1].content"),
+    ({"messages": [ASKED, {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}]}]},
+     "messages[1].content"),
     ({"messages": [user([{"type": "text", "text": "x", "mood": 1}])]}, "messages[0].content[0].mood"),
     ({"messages": [result("x")]}, "messages[0].content"),
     ({"messages": [ASKED, {"role": "assistant", "content": [USED]}, result([IMAGE])]},

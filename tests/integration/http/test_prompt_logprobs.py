@@ -130,6 +130,16 @@ def test_prompt_logprobs_as_vllm_has_them(real_llama, theirs):
     assert chat["choices"][0]["token_ids"] and "prompt_logprobs" not in chat["choices"][0]
 
 
+def test_a_chat_has_its_prompts_once_however_many_choices_it_has(real_llama, theirs):
+    content = "The with statement "
+    while len(theirs[0].encode(content)) < 200:
+        content += "x "
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "prompt_logprobs": 20, "n": 64}
+    answer = real_llama.post(CHAT, body).json()
+    assert len(answer["choices"]) == 64 and len(answer["prompt_logprobs"]) >= 200
+    is_error(real_llama.post(COMPLETIONS, {**body, "prompt": content, "messages": None}), 400, "prompt_logprobs")
+
+
 @pytest.mark.parametrize(
     ("route", "more", "param"),
     [

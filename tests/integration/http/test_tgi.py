@@ -59,11 +59,31 @@ def test_parameters_act(client, real_llama, llama_texts):
     assert (info["model_id"], info["max_total_tokens"], info["router"]) == ("tiny-llama", 256, "nxd_infer")
 
 
+def test_the_likeliest_of_several_samples_is_returned(client, real_llama):
+    answer = client.text_generation("the 0", max_new_tokens=8, do_sample=True, seed=1, best_of=4, details=True)
+    details = answer.details
+    others = details.best_of_sequences
+    assert len(others) == 3 and len({answer.generated_text, *(one.generated_text for one in others)}) > 1
+
+    def likelihood(one):
+        return sum(token.logprob for token in one.tokens) / len(one.tokens)
+
+    assert likelihood(details) == max(map(likelihood, [details, *others]))
+    assert "".join(token.text for token in details.tokens) == answer.generated_text
+    parameters = {"max_new_tokens": 8, "do_sample": True, "seed": 1, "best_of": 4}
+    assert real_llama.post("/generate", {"inputs": "the 0", "parameters": parameters}).json() == {
+        "generated_text": answer.generated_text
+    }
+    streamed = real_llama.post("/generate_stream", {"inputs": "the 0", "parameters": parameters})
+    assert streamed.status_code == 400 and "`parameters.best_of`" in streamed.json()["error"]
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [
         ({"max_new_tokens": 9999}, "parameters.max_new_tokens"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 2}, "parameters.best_of"),
+        ({"best_of": 65, "do_sample": True}, "max_choices"),
         ({"top_n_tokens": 99}, "parameters.top_n_tokens"),
         ({"grammar": {"type": "xml", "value": {}}}, "parameters.grammar.type"),
         ({"moods": 1}, "moods"),

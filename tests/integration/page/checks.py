@@ -170,6 +170,19 @@ def test_a_key_that_is_missing_or_wrong_is_said(opened):
         assert page.evaluate("Object.keys(localStorage).length + document.cookie.length") == 0
 
 
+def test_the_routes_are_at_docs(opened):
+    with toy_server(api_keys=["one"]) as server:
+        page = opened(server.url + "/docs")
+        expect(page.locator("#notice")).to_have_text("This server needs an API key.")
+        page.get_by_label("API key").fill("one")
+        page.get_by_label("API key").press("Enter")
+        page.locator("summary", has_text="POST /v1/completions").click()
+        form = page.get_by_role("table", name="POST /v1/completions").get_by_role("row", name="Body")
+        expect(form).to_contain_text("CompletionBody")
+        page.get_by_role("link", name="Chat").click()
+        expect(field(page, "Message")).to_be_visible()
+
+
 def test_below_a_prefix(opened):
     with toy_server(root_path="/models/a") as server:
         page = opened(server.url + "/models/a#chat")
@@ -268,7 +281,7 @@ def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(taught, opened, 
     field(page, "Probabilities of tokens").check()
     say(page, "Rain?")
     ended(page)
-    for name in ("Chat", "Complete", "Server"):
+    for name in ("Chat", "Complete", "Server", "Routes"):
         page.get_by_role("link", name=name).click()
         expect(page.locator("section:not([hidden])")).to_have_attribute("aria-label", name)
         found = page.evaluate(AXE + "; axe.run()")

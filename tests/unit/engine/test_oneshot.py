@@ -221,11 +221,15 @@ def encoder(oneshot_engines):
     return TextEncoder(oneshot_engines(), Tokenizer(raw))
 
 
+def submitted(encoder, text, field="input"):
+    return encoder.submit(encoder.tokens(text, field=field), field=field)
+
+
 def test_texts_and_token_ids_become_vectors_with_their_token_counts(encoder):
-    result = encoder.submit("a b c").result(60)
+    result = submitted(encoder, "a b c").result(60)
     assert result.tokens == 5 and torch.equal(result.values, expected(torch.tensor([1, 3, 4, 5, 2])))
-    assert torch.equal(encoder.submit([1, 3, 4, 5, 2]).result(60).values, result.values)
-    assert encoder.submit(("a", "b")).result(60).tokens == 5
+    assert torch.equal(submitted(encoder, [1, 3, 4, 5, 2]).result(60).values, result.values)
+    assert submitted(encoder, ("a", "b")).result(60).tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -240,7 +244,7 @@ def test_texts_and_token_ids_become_vectors_with_their_token_counts(encoder):
 )
 def test_a_text_that_cannot_be_encoded_is_refused_by_field(encoder, text, error):
     with pytest.raises(error) as caught:
-        encoder.submit(text, field="input[3]")
+        submitted(encoder, text, "input[3]")
     assert caught.value.field == "input[3]"
 
 

@@ -96,7 +96,9 @@ def test_large_json_is_taken():
     assert parse_json(b'{"a": [' + b"[]," * (MOST_CONTAINERS - 10) + b"1]}")
 
 
-BODY_KINDS = [kind for base in (SamplingBody, PredictBody.__base__, Body) for kind in base.__subclasses__()]
+BODY_KINDS = [
+    kind for base in (SamplingBody, PredictBody.__base__, TokenizeBody.__base__, Body) for kind in base.__subclasses__()
+]
 assert {PredictBody, TokenizeBody, DetokenizeBody} < set(BODY_KINDS)  # and of modules that nothing imports here, none
 
 

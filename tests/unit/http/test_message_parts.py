@@ -46,7 +46,7 @@ def test_a_held_call_is_no_silence():
         "end.return_value": DONE,
         "KEEP_ALIVE": KEEP_ALIVE,
     }
-    stream, send = EventStream(Held(), Mock(**nothing_yet), keep_alive=0.1, request_id="x"), AsyncMock()
+    stream, send = EventStream(Held(), Mock(**nothing_yet), keep_alive=0.1), AsyncMock()
     asyncio.run(stream({"type": "http"}, None, send))
     sent = [call.args[0].get("body", b"") for call in send.await_args_list]
     assert sent[1] == b"data: begun" and sent[-1].endswith(b"[DONE]\n\n")

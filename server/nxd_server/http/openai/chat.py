@@ -12,7 +12,7 @@ from starlette.requests import Request
 from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, max_new_tokens
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import RequestError
-from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field, unsupported
+from nxd_server.http.error_responses import bad_request, clip, missing_field, unknown_field, unsupported
 from nxd_server.http.openai.generation import Choices, Generation, Given, check_choices, respond, with_limit
 from nxd_server.http.openai.logprobs import chat_logprob
 from nxd_server.http.openai.schemas import ChatBody
@@ -28,7 +28,6 @@ from nxd_server.http.openai.tools import (
 )
 from nxd_server.http.request_context import (
     Context,
-    check_model,
     compiled_grammar,
     context_of,
     encode_text,
@@ -134,12 +133,8 @@ async def chat_text(
         )
     template = service.chat_template
     if template is None:
-        raise ApiError(
-            400,
-            f"{service.model_name!r} has no chat template; use /v1/completions",
-            param="messages",
-            code="no_chat_template",
-        )
+        why = f"{service.model_name!r} has no chat template; use /v1/completions"
+        raise bad_request(why, "messages", "no_chat_template")
     for name in variables:
         if name in RESERVED or not name.isidentifier():
             raise bad_request(f"`chat_template_kwargs` must not set {clip(name)!r}", "chat_template_kwargs")
@@ -194,7 +189,7 @@ async def conversation(request: Request, body: ChatBody, route: str) -> Conversa
     """Check a request of ``route`` and prepare its answer. Raises ApiError and RequestError."""
     context = context_of(request)
     service, settings = context.service, context.settings
-    adapter = check_model(service, body.model)
+    adapter = service.adapter_named(body.model)
     require_task(service, route, "generate")
     body.check_stream_options()
     if body.stream and body.prompt_logprobs is not None:
@@ -202,13 +197,10 @@ async def conversation(request: Request, body: ChatBody, route: str) -> Conversa
     choice, offered = chosen(body.tool_choice, body.tools)
     body = body.model_copy(update={"tool_choice": choice, "tools": offered})
     top = _top_logprobs(body, service.top_logprobs)
-    limit, field = body.max_tokens, "max_tokens"
-    if body.max_completion_tokens is not None:
-        if limit is not None and limit != body.max_completion_tokens:
-            raise bad_request(
-                "`max_tokens` and `max_completion_tokens` differ; they are one limit: send one", "max_tokens"
-            )
-        limit, field = body.max_completion_tokens, "max_completion_tokens"
+    limits = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
+    field, limit = next(((name, given) for name, given in limits.items() if given is not None), ("max_tokens", None))
+    if body.max_tokens not in (None, limit):
+        raise bad_request("`max_tokens` and `max_completion_tokens` differ; they are one limit: send one", "max_tokens")
     if limit is not None and limit < 1:
         raise bad_request(f"`{field}` must be at least 1, got {limit}", field)
     check_choices(1, body.n, settings.max_choices, service.room)
@@ -229,15 +221,12 @@ async def conversation(request: Request, body: ChatBody, route: str) -> Conversa
         grammar, place = (grammar, "over") if free is None else (grammar.behind(free), place)
     room = max_new_tokens(limit, len(tokens), service.max_len, field)
     params = with_limit(params, room) if limit is None else params
-    readers = [
-        None if tags is None or place == "over" else ReasoningReader(tags, place, exact=grammar is not None)
-        for _ in range(body.n)
-    ]
-    calls = choice_calls(body, tools, service.tool_format) if tools else [None] * body.n
-    parts = [
-        MessageParts(reader, body.include_reasoning, one, tags and ReasoningCounter(tags, place, tokenizer.token_text))
-        for reader, one in zip(readers, calls, strict=True)
-    ]
+    parts = []
+    for calls in choice_calls(body, tools, service.tool_format) if tools else [None] * body.n:
+        reads = tags if place != "over" else None
+        reader = reads and ReasoningReader(reads, place, exact=grammar is not None)
+        counter = tags and ReasoningCounter(tags, place, tokenizer.token_text)
+        parts.append(MessageParts(reader, body.include_reasoning, calls, counter))
     generation = Generation(request, [tokens], [params], adapter, grammar)
     return Conversation(generation, adapter or service.model_name, tokenizer, params, tokens, parts)
 

@@ -16,7 +16,6 @@ from nxd_server.http.openai.logprobs import LegacyLogprobs
 from nxd_server.http.openai.schemas import CompletionBody, token_lists
 from nxd_server.http.openai.tools import requested_form
 from nxd_server.http.request_context import (
-    check_model,
     compiled_grammar,
     context_of,
     encode_prompts,
@@ -63,7 +62,7 @@ async def prepared(request: Request, body: CompletionBody, route: str, most_toke
     """
     context = context_of(request)
     service, settings = context.service, context.settings
-    adapter = check_model(service, body.model)
+    adapter = service.adapter_named(body.model)
     require_task(service, route, "generate")
     body.check_stream_options()
     n = _generated(body)
@@ -104,7 +103,7 @@ async def prepared(request: Request, body: CompletionBody, route: str, most_toke
         decode = functools.partial(tokenizer.decode, skip_special_tokens=body.skip_special_tokens)
         pairs = zip(prompts, tokens, strict=True)
         echoes = [one if isinstance(one, str) and last is None else decode(ids) for one, ids in pairs]
-    generation = Generation(request, tokens, each, adapter, grammar)
+    generation = Generation(request, tokens, each, adapter, grammar, scored=body.n)
     return Completion(generation, adapter or service.model_name, tokenizer, tokens, n, echoes, continues)
 
 

@@ -19,7 +19,6 @@ from nxd_server.http.openai.schemas import ClassifyBody, EmbeddingBody, texts_or
 from nxd_server.http.request_context import (
     INLINE_TEXT,
     Context,
-    check_model,
     context_of,
     on_a_copy,
     require_task,
@@ -44,21 +43,19 @@ RETRY_SECONDS = 0.05
 async def embeddings(request: Request, body: EmbeddingBody) -> JSONResponse:
     """Return one vector per text, in the order of the texts."""
     service = context_of(request).service
-    check_model(service, body.model)
     require_task(service, "/v1/embeddings", "embed")
     results, vectors = await embed(request, body)
     data = [
         {"object": "embedding", "index": index, "embedding": encoded(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)
     ]
-    return JSONResponse({"object": "list", "data": data, "model": service.model_name, "usage": usage_of(results)})
+    return listed(service, data, usage_of(results))
 
 
 async def classify(request: Request, body: ClassifyBody) -> JSONResponse:
     """Return each text's most likely label and all probabilities, or the raw scores if there are none; of a token
     classifier the entities in each text."""
     service = context_of(request).service
-    check_model(service, body.model)
     require_task(service, "/v1/classify", "classify", "token-classification")
     if service.task == "token-classification":
         return await _entities(request, body)
@@ -70,8 +67,7 @@ async def classify(request: Request, body: ClassifyBody) -> JSONResponse:
     data = [
         {"index": index, **verdict_on(result.values, encoder.labels, scores)} for index, result in enumerate(results)
     ]
-    head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-    return JSONResponse({**head, "model": service.model_name, "data": data, "usage": usage_of(results)})
+    return listed(service, data, usage_of(results), "classify")
 
 
 async def _entities(request: Request, body: ClassifyBody) -> JSONResponse:
@@ -95,8 +91,13 @@ async def _entities(request: Request, body: ClassifyBody) -> JSONResponse:
             for i, (text, found) in pairs
         ]
 
-    data = await asyncio.to_thread(entities)
-    return JSONResponse({"object": "list", "data": data, "model": service.model_name, "usage": usage_of(results)})
+    return listed(service, await asyncio.to_thread(entities), usage_of(results))
+
+
+def listed(service: Service, data: list[dict[str, Any]], usage: dict[str, int], kind: str = "") -> JSONResponse:
+    """Return an answer that is a list; ``kind``: what its id begins with, if it has one."""
+    head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time())} if kind else {}
+    return JSONResponse({**head, "object": "list", "model": service.model_name, "data": data, "usage": usage})
 
 
 def verdict_on(logits: torch.Tensor, labels: Sequence[str], scores: str) -> dict[str, Any]:
@@ -160,7 +161,7 @@ async def _encode(
                 tokens = await unless_left(request, tokens_of(context, encoder, now, path_now, **options), left)
             more = {"timeout": left, "continuing": bool(results), "whole": whole}
             submits = [
-                functools.partial(encoder.submit_tokens, one, field=path_now(place), **more)
+                functools.partial(encoder.submit, one, field=path_now(place), **more)
                 for place, one in enumerate(tokens)
             ]
             count = sum(len(ids) for ids, _ in tokens)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import logging
 import secrets
 import time
 import uuid
@@ -34,12 +33,12 @@ from nxd_server.errors import (
     ended_early,
     not_finished,
 )
-from nxd_server.http.error_responses import ApiError, as_api_error, bad_request, clip, encode
+from nxd_server.http.error_responses import ApiError, bad_request, clip, encode
 from nxd_server.http.openai.logprobs import prompt_logprobs
 from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.request_body import ClientLeft, client_left
-from nxd_server.http.request_context import context_of, request_id, seconds_left, whole_of
-from nxd_server.http.scope_keys import ENDS, FIELDS, REFUSAL, WHOLE
+from nxd_server.http.request_context import context_of, refusal_of, request_id, seconds_left, whole_of
+from nxd_server.http.scope_keys import ENDS, WHOLE
 from nxd_server.threads import Mailbox
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from nxd_server.text.grammars import CompiledGrammar
     from nxd_server.text.tokenizer import Tokenizer
 
-logger = logging.getLogger("nxd_server.http")
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -100,8 +98,10 @@ class Generation:
         params: Sequence[SamplingParams],
         adapter: str | None,
         grammar: CompiledGrammar | None,
+        scored: int = 1,
     ):
-        """``params``: of each prompt, with the same ``n`` and ``grammar``."""
+        """``params``: of each prompt, with the same ``n`` and ``grammar``; ``scored``: how often an answer has those
+        log-probabilities of a prompt. Raises RequestError for too many of these."""
         context = context_of(request)
         self._request = request
         self._service, self._metrics = context.service, context.metrics
@@ -112,10 +112,9 @@ class Generation:
         self._receive = request.receive
         self._timeout = seconds_left(request)
         self._deadline = time.monotonic() + self._timeout
-        self._request_id = request_id(request)
         self._whole = whole_of(request)
         self._adapter = adapter
-        self._grammar, self._rules = grammar, None
+        self._how: dict[str, Any] = {"request_id": request_id(request), "adapter": adapter, "grammar": grammar}
         self._bell, self.encoders = context.bell, context.encoders
         self._mailbox = Mailbox(context.bell)
         self._tickets: list[Any] = []
@@ -129,7 +128,7 @@ class Generation:
         self._cached_tokens: dict[int, int] = {}
         """Of each prompt, in its first choice that has ended."""
         top = params[0].prompt_logprobs
-        if top is not None and (scores := (top + 1) * self._n * sum(map(len, prompts))) > MOST_SCORES:
+        if top is not None and (scores := (top + 1) * scored * sum(map(len, prompts))) > MOST_SCORES:
             raise RequestError("prompt_logprobs", f"{scores} numbers in an answer, but at most {MOST_SCORES} may be")
 
     @property
@@ -146,7 +145,7 @@ class Generation:
     async def __aenter__(self) -> Generation:
         engine, params = self._service.require_engine(), self._params[0]
         if params.allowed_token_ids or params.bad_words:  # once for all prompts
-            self._rules = await self.encoders.run(functools.partial(engine.rules_of, params))
+            self._how["rules"] = await self.encoders.run(functools.partial(engine.rules_of, params))
         self._submit()
         self._watcher = asyncio.create_task(self._watch())
         return self
@@ -170,19 +169,9 @@ class Generation:
             tokens = self._n * sum(map(len, self._prompts))
             engine.check_room(self.choices, tokens, whole=self._whole, timeout=left)
             for place, (prompt, params) in enumerate(zip(self._prompts, self._params, strict=True)):
-                self._tickets.append(
-                    engine.submit(
-                        prompt,
-                        params,
-                        _handover(self._mailbox, place * self._n),
-                        timeout=left,
-                        request_id=self._request_id,
-                        adapter=self._adapter,
-                        whole=self._whole,
-                        grammar=self._grammar,
-                        rules=self._rules,
-                    )
-                )
+                handover = _handover(self._mailbox, place * self._n)
+                ticket = engine.submit(prompt, params, handover, timeout=left, whole=self._whole, **self._how)
+                self._tickets.append(ticket)
         except BaseException:  # all or nothing
             self._cancel()
             raise
@@ -494,7 +483,7 @@ class Choices(Answer):
 async def respond(request: Request, stream: bool, generation: Generation, answer: Answer) -> Response:
     """Return the response to a request: its whole answer, or a stream that the server then runs."""
     if stream:
-        return EventStream(generation, answer, context_of(request).settings.keep_alive_interval, request_id(request))
+        return EventStream(generation, answer, context_of(request).settings.keep_alive_interval)
     return await answer.whole(generation)
 
 
@@ -505,14 +494,13 @@ class EventStream(Response):
     status.
     """
 
-    def __init__(self, generation: Generation, answer: Answer, keep_alive: float, request_id: str):
+    def __init__(self, generation: Generation, answer: Answer, keep_alive: float):
         # Only the base class's type is used: its constructor would render a body and its length.
         self.status_code = 200
         self.background = None
         self._generation = generation
         self._answer = answer
         self._keep_alive = keep_alive
-        self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._generation as generation:
@@ -523,10 +511,7 @@ class EventStream(Response):
             except (ClientLeft, asyncio.CancelledError):
                 raise
             except Exception as error:
-                refusal = scope[REFUSAL] = as_api_error(error, self._request_id).naming(scope.get(FIELDS))
-                if refusal.code == "internal_error":
-                    logger.exception("request %s: a stream failed", self._request_id)
-                await _send(generation, send, self._answer.failure(refusal), more=False)
+                await _send(generation, send, self._answer.failure(refusal_of(error, scope)), more=False)
 
     async def _write(self, generation: Generation, item: tuple[int, Given] | None, send: Send) -> None:
         begun, sent = False, 0.0 if item is None else time.monotonic()

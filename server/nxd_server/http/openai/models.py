@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from nxd_server.http.request_context import check_model, choose_model, context_of
+from nxd_server.http.ops.metrics import OF_GRAPHS
+from nxd_server.http.request_context import choose_model, context_of
 
 if TYPE_CHECKING:
     from nxd_server.app.service import Service
@@ -21,9 +22,7 @@ def _cards(service: Service) -> list[dict[str, Any]]:
         "owned_by": "nxd_infer",
         "max_model_len": service.max_len,
         "task": service.task,
-        "backend": service.manifest.backend,
-        "tp_degree": service.manifest.tp_degree,
-        "pp_degree": service.manifest.pp_degree,
+        **{name: getattr(service.manifest, name) for name in ("backend", "tp_degree", "pp_degree")},
         "weight_version": service.weight_version,
     }
     if "labels" in service.metadata:
@@ -46,9 +45,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 async def get_model(request: Request, model: str) -> dict[str, Any]:
     """Return a model, or one of its adapters, by name; 404 for another."""
-    service = choose_model(request, model)
-    cards = {card["id"]: card for card in _cards(service)}
-    return cards[check_model(service, model) or model]
+    return next(card for card in _cards(choose_model(request, model)) if card["id"] == model)
 
 
 async def list_buckets(request: Request) -> dict[str, Any]:
@@ -64,13 +61,9 @@ def _buckets(service: Service) -> list[dict[str, Any]]:
     for bucket in service.manifest.buckets:
         entry: dict[str, Any] = {"name": bucket.name, "object": "bucket", "model": service.model_name}
         if stats is not None:
-            entry |= {
-                "executions": stats.bucket_steps.get(bucket.name, 0),
-                "seconds": round(stats.bucket_seconds.get(bucket.name, 0.0), 6),
-                "useful_tokens": stats.useful_tokens.get(bucket.name, 0),
-                "padding_tokens": stats.padding_tokens.get(bucket.name, 0),
-                "step_seconds": stats.step_seconds.get(bucket.name),
-            }
+            for name, kind, _, source in OF_GRAPHS:
+                count = getattr(stats, source).get(bucket.name, 0 if kind == "counter" else None)
+                entry[name.removeprefix("bucket_")] = count
         entry["inputs"] = [_tensor(spec) for spec in bucket.inputs]
         entry["outputs"] = [_tensor(spec) for spec in bucket.outputs]
         data.append(entry)

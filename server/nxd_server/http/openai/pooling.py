@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from nxd_server.http.error_responses import unsupported
-from nxd_server.http.openai.embeddings import embed, encode_input, encoded, usage_of
+from nxd_server.http.openai.embeddings import embed, encode_input, encoded, listed, usage_of
 from nxd_server.http.openai.schemas import PoolingBody
-from nxd_server.http.request_context import check_model, context_of, require_task
+from nxd_server.http.request_context import context_of, require_task
 
 NAMES = {"embed": "embed", "classify": "classify", "token-classification": "token_classify"}
 """vLLM's names of our tasks."""
@@ -20,7 +17,6 @@ NAMES = {"embed": "embed", "classify": "classify", "token-classification": "toke
 async def pooling(request: Request, body: PoolingBody) -> JSONResponse:
     """Return each text's embedding, a classifier's probabilities, or those of each token."""
     service = context_of(request).service
-    check_model(service, body.model)
     require_task(service, "/pooling", *NAMES)
     task = service.task
     if body.task not in (None, NAMES[task]):
@@ -43,5 +39,4 @@ async def pooling(request: Request, body: PoolingBody) -> JSONResponse:
         {"index": index, "object": "pooling", "data": encoded(value, body.encoding_format)}
         for index, value in enumerate(values)
     ]
-    head = {"id": f"pool-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-    return JSONResponse({**head, "model": service.model_name, "data": data, "usage": usage_of(results)})
+    return listed(service, data, usage_of(results), "pool")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -20,13 +19,15 @@ from nxd_server.http.error_responses import ApiError, bad_request, clip, unsuppo
 from nxd_server.http.openai.chat import Conversation, conversation
 from nxd_server.http.openai.generation import respond
 from nxd_server.http.openai.response_items import checked_items, id_of, item_of, messages_of, part_of
-from nxd_server.http.openai.schemas import MOST_MESSAGES, MOST_VARIABLES, ChatBody, SamplerBody, StreamOptions
-from nxd_server.http.request_body import Listed, Whole, equals, is_empty, is_one_of
+from nxd_server.http.openai.schemas import MOST_MESSAGES, ChatBody, SamplerBody, StreamOptions
+from nxd_server.http.request_body import MOST_VARIABLES, Listed, Neutral, Templated, Whole, equals, is_empty, is_one_of
 from nxd_server.http.request_context import Context, context_of
 from nxd_server.http.scope_keys import FIELDS
 
 ROUTE = "/v1/responses"
 TOOL_FIELDS = frozenset({"type", "name", "description", "parameters", "strict"})
+AS_GIVEN = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "truncation")
+"""Fields of a request that its response has, too."""
 OWN_FIELDS = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -36,18 +37,15 @@ OWN_FIELDS = {
 """What the fields of a chat are called here."""
 
 
-class ResponsesBody(SamplerBody):
+class ResponsesBody(SamplerBody, Templated):
     """``POST /v1/responses``."""
 
     HARMLESS: ClassVar[frozenset[str]] = (
         ChatBody.HARMLESS | {"max_tool_calls", "client_metadata", "prompt_cache_diagnostics"}
     ) - {"metadata"}
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+    NEUTRAL: ClassVar[Neutral] = {
+        **dict.fromkeys(("conversation", "prompt", "context_management", "moderation"), is_empty),
         "background": is_one_of(False),
-        "conversation": is_empty,
-        "prompt": is_empty,
-        "context_management": is_empty,
-        "moderation": is_empty,
         "service_tier": is_one_of("auto", "default"),
         "top_logprobs": equals(0),
     }
@@ -61,7 +59,6 @@ class ResponsesBody(SamplerBody):
     stream_options: StreamOptions | None = None
     max_output_tokens: Whole | None = Field(None, description="Most tokens to generate.")
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16, description="Returned as it is.")
-    tools: Listed[dict[str, Any]] = Field(default_factory=list, description="Functions that the model may call.")
     tool_choice: Any = Field(None, description="auto, required, none, a function's name, or allowed_tools.")
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
     text: dict[str, Any] = Field(default_factory=dict, description="Its format: text, json_object or json_schema.")
@@ -69,9 +66,6 @@ class ResponsesBody(SamplerBody):
     truncation: Literal["auto", "disabled"] = Field("disabled", description="auto: forget the oldest turns to fit.")
     include: Listed[str] = Field(default_factory=list, max_length=MOST_VARIABLES)
     seed: Whole | None = Field(None, description="The same seed gives the same answer; -1: a random one.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
-    )
 
 
 async def responses(request: Request, body: ResponsesBody) -> Any:
@@ -153,11 +147,9 @@ def _chat_fields(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise unsupported(
-            f"{where}.type",
-            f"this server runs no tools, so only functions are taken, not {clip(repr(tool.get('type')))}",
-        )
+    if (kind := tool.get("type")) != "function":
+        why = f"this server runs no tools, so only functions are taken, not {clip(repr(kind))}"
+        raise unsupported(f"{where}.type", why)
     check_fields(tool, TOOL_FIELDS, where)
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
@@ -195,17 +187,12 @@ class _Response(BlockAnswer):
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
-            "completed_at": None,
+            **dict.fromkeys(("completed_at", "error", "incomplete_details", "max_tool_calls", "usage")),
+            **{name: getattr(body, name) for name in AS_GIVEN},
             "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
             "model": one.model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.get("effort"), "summary": None},
             "service_tier": "default",
             "store": self._stores,
@@ -215,9 +202,6 @@ class _Response(BlockAnswer):
             "tools": [{"strict": None, "parameters": None, "description": None, **tool} for tool in body.tools],
             "top_logprobs": 0,
             "top_p": params.top_p,
-            "truncation": body.truncation,
-            "usage": None,
-            "metadata": body.metadata,
         }
 
     def object(self, usage: Usage) -> dict[str, Any]:

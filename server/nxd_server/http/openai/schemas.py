@@ -11,11 +11,22 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.http.error_responses import ApiError, bad_request, clip
-from nxd_server.http.request_body import Body, Listed, QueuedBody, Texts, Whole, equals, is_empty, is_one_of
+from nxd_server.http.request_body import (
+    MOST_VARIABLES,
+    Body,
+    Listed,
+    Neutral,
+    QueuedBody,
+    Templated,
+    Texts,
+    Whole,
+    equals,
+    is_empty,
+    is_one_of,
+)
 
 MOST_STOP_TOKENS = 1024
 """They are checked at every token, in the one thread that serves everyone."""
-MOST_VARIABLES = 64
 MOST_BIASES = 4096
 """The engine checks how many a graph takes; no graph takes this many."""
 MOST_MESSAGES = 4096
@@ -74,14 +85,11 @@ class SamplerBody(create_model("SamplerFields", __base__=QueuedBody, **_sampler_
 class SamplingBody(SamplerBody):
     """Fields of both completions and chat."""
 
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+    NEUTRAL: ClassVar[Neutral] = {
         **OTHER_SERVERS,
-        "store": is_one_of(False),
+        **dict.fromkeys(("store", "no_stop_trim", "use_beam_search", "early_stopping"), is_one_of(False)),
         "service_tier": is_one_of("auto", "default"),
-        "no_stop_trim": is_one_of(False),
-        "use_beam_search": is_one_of(False),
         "length_penalty": equals(1),
-        "early_stopping": is_one_of(False),
     }
     INSTEAD: ClassVar[dict[str, str]] = {
         "repeat_penalty": "repetition_penalty",
@@ -165,7 +173,7 @@ class SamplingBody(SamplerBody):
 class CompletionBody(SamplingBody):
     """``POST /v1/completions``."""
 
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {**SamplingBody.NEUTRAL, "include_reasoning": is_one_of(True)}
+    NEUTRAL: ClassVar[Neutral] = {**SamplingBody.NEUTRAL, "include_reasoning": is_one_of(True)}
 
     prompt: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
     suffix: str = Field("", description="Write what comes between the prompt and this, if the tokenizer can say so.")
@@ -175,27 +183,20 @@ class CompletionBody(SamplingBody):
     add_special_tokens: bool = Field(True, description="Put the model's special tokens around a text prompt.")
 
 
-class ChatBody(SamplingBody):
+class ChatBody(SamplingBody, Templated):
     """``POST /v1/chat/completions``."""
 
     HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
+        f"prompt_cache_{of}" for of in ("key", "options", "retention")
     }
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+    NEUTRAL: ClassVar[Neutral] = {
         **SamplingBody.NEUTRAL,
-        "audio": is_empty,
+        **dict.fromkeys(("audio", "functions", "prediction", "moderation"), is_empty),
+        **dict.fromkeys(("echo", "add_special_tokens"), is_one_of(False)),
+        **dict.fromkeys(("web_search_options", "chat_template"), lambda value: False),
         "modalities": is_one_of(["text"]),
-        "functions": is_empty,
         "function_call": is_one_of("none", "auto"),
-        "prediction": is_empty,
-        "moderation": is_empty,
         "verbosity": is_one_of("medium"),
-        "web_search_options": lambda value: False,
-        "chat_template": lambda value: False,
-        "echo": is_one_of(False),
-        "add_special_tokens": is_one_of(False),
         "best_of": equals(1),
     }
 
@@ -205,15 +206,11 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Whole | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: Whole | None = Field(None, description="Most likely tokens per position; needs logprobs.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, max_length=MOST_VARIABLES, description="Variables for the template."
-    )
     continue_final_message: bool = Field(False, description="Go on with the last message instead of a new one.")
     add_generation_prompt: bool | None = Field(None, description="False: the prompt begins no message of the model.")
     documents: Listed[dict[str, Any]] = Field(
         default_factory=list, max_length=MOST_VARIABLES, description="Texts that the template shows to the model."
     )
-    tools: Listed[dict[str, Any]] = Field(default_factory=list, description="Functions that the model may call.")
     tool_choice: Any = Field(
         None,
         description="auto; required or one tool: the answer is a call; none: no tools; allowed_tools: some of them.",
@@ -231,7 +228,7 @@ TRUNCATE = "Truncate a longer text to this many tokens; -1: to the model's limit
 class EmbeddingBody(QueuedBody):
     """``POST /v1/embeddings``."""
 
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+    NEUTRAL: ClassVar[Neutral] = {
         "annotations": is_empty,
         "store": is_one_of(False),
         "add_special_tokens": is_one_of(True),
@@ -261,7 +258,7 @@ class PoolingBody(EmbeddingBody):
 class ClassifyBody(QueuedBody):
     """``POST /v1/classify``."""
 
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = EmbeddingBody.NEUTRAL
+    NEUTRAL: ClassVar[Neutral] = EmbeddingBody.NEUTRAL
 
     input: Any = Field(..., description="As for embeddings, or a list of pairs of texts, each pair one input.")
     model: str | None = None

@@ -6,9 +6,8 @@ cosine of the vectors of both.
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -16,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from nxd_server.http.error_responses import bad_request, missing_field, unknown_field, unsupported
-from nxd_server.http.openai.embeddings import encode_texts, usage_of
+from nxd_server.http.openai.embeddings import encode_texts, listed, usage_of
 from nxd_server.http.openai.schemas import MOST_TEXTS, TRUNCATE
-from nxd_server.http.request_body import QueuedBody, Whole, equals, is_empty, is_one_of
-from nxd_server.http.request_context import check_model, context_of, require_task
+from nxd_server.http.request_body import Neutral, QueuedBody, Whole, equals, is_empty, is_one_of
+from nxd_server.http.request_context import context_of, require_task
 
 PAIRS = {"text_1": ("text_2",), "data_1": ("data_2",), "queries": ("documents", "items")}
 """The names of the first texts of a score, and what the second may be called beside each."""
@@ -28,7 +27,7 @@ PAIRS = {"text_1": ("text_2",), "data_1": ("data_2",), "queries": ("documents", 
 class MatchBody(QueuedBody):
     """Fields that both routes have."""
 
-    NEUTRAL: ClassVar[dict[str, Callable[[Any], bool]]] = {
+    NEUTRAL: ClassVar[Neutral] = {
         **dict.fromkeys(("max_tokens_per_doc", "max_chunks_per_doc"), equals(0)),
         "mm_processor_kwargs": is_empty,
         "rank_fields": is_one_of(["text"]),
@@ -108,8 +107,7 @@ async def score(request: Request, body: ScoreBody) -> JSONResponse:
         )
     scores, usage = await _scores(request, body, firsts, seconds, names)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
-    head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-    return JSONResponse({**head, "model": service.model_name, "data": data, "usage": usage})
+    return listed(service, data, usage, "score")
 
 
 def _names_of(body: ScoreBody) -> tuple[str, str]:
@@ -151,7 +149,6 @@ async def _scores(
 ) -> tuple[list[float], dict[str, int]]:
     """Return each pair's score, and the tokens that it took; ``names``: of the fields."""
     service = context_of(request).service
-    check_model(service, body.model)
     require_task(service, request.scope["path"], "classify", "embed")
     encoder = service.require_encoder()
     options = {"truncate_prompt_tokens": body.truncate_prompt_tokens}

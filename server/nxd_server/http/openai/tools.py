@@ -44,8 +44,8 @@ def offered_tools(tools: list[dict[str, Any]], choice: Any, tool_format: str | N
     checked = [_checked(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     if len({tool["function"]["name"] for tool in checked}) < len(checked):
         raise bad_request("two of `tools` have one name", "tools")
-    if isinstance(choice, dict) and _named(choice) not in {tool["function"]["name"] for tool in checked}:
-        raise bad_request(f"`tool_choice` names {clip(_named(choice))!r}, which `tools` lacks", "tool_choice")
+    if isinstance(choice, dict) and _name_in(choice) not in {tool["function"]["name"] for tool in checked}:
+        raise bad_request(f"`tool_choice` names {clip(_name_in(choice))!r}, which `tools` lacks", "tool_choice")
     if choice == "required" and not checked:
         raise bad_request("`tool_choice` is 'required', and `tools` offers none", "tool_choice")
     if choice == "none" or not checked:
@@ -91,11 +91,6 @@ def _name_in(value: Any) -> str:
     function = value.get("function", value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
-
-
-def _named(choice: Any) -> str:
-    """Return the name of the tool that ``tool_choice`` wants called; "" if it is of another form."""
-    return _name_in(choice)
 
 
 def must_call(body: ChatBody) -> bool:
@@ -228,7 +223,7 @@ class ChoiceCalls:
 def choice_calls(body: ChatBody, tools: Sequence[dict[str, Any]], tool_format: str | None) -> list[ChoiceCalls]:
     """Return one for every choice of the request."""
     names = [tool["function"]["name"] for tool in tools]
-    parallel, named = makes_several(body, tool_format), _named(body.tool_choice)
+    parallel, named = makes_several(body, tool_format), _name_in(body.tool_choice)
     return [ChoiceCalls(tool_format, names, parallel, named, must_call(body), body.stream) for _ in range(body.n)]
 
 

@@ -94,12 +94,8 @@ def _copy(replica: Replica) -> dict[str, Any]:
     engine, stats = replica.engine.health(), replica.engine.stats()
     found |= {"last_step_age": engine.last_step_age, "step_running": engine.step_running}
     if engine.recovering_for is not None:
-        found["recovery"] = {
-            "stage": engine.stage,
-            "seconds": round(engine.recovering_for, 1),
-            "expected": replica.recovery.expected,
-            "limit": replica.recovery.limit,
-        }
+        times = {"expected": replica.recovery.expected, "limit": replica.recovery.limit}
+        found["recovery"] = {"stage": engine.stage, "seconds": round(engine.recovering_for, 1), **times}
     found |= {"restarts": stats.restarts, "weight_version": replica.engine.gate.version}
     return found | {"running": stats.running, "waiting": stats.waiting, "slots_free": stats.slots_free}
 

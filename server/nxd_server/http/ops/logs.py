@@ -92,8 +92,7 @@ def log_access(scope: Scope, status: int, seconds: float, sent: int) -> None:
     """Log one line for one request, with the error of its response or at the end of its stream."""
     client = scope.get("client")
     fields = {
-        "method": scope["method"],
-        "path": scope["path"],
+        **{name: scope[name] for name in ("method", "path")},
         "status": status,
         "seconds": round(seconds, 4),
         "request_id": scope[REQUEST_ID],

@@ -10,11 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-PAGES = {"index.html": "/", "docs.html": "/docs"}
+PAGES = {"index.html": ("/", "/docs")}
 FILES = {
-    PAGES.get(path.name, f"/page/{path.name}"): path
+    route: path
     for path in sorted(Path(__file__).parent.iterdir())
     if path.suffix in TYPES
+    for route in PAGES.get(path.name, (f"/page/{path.name}",))
 }
 """By the path under which each is served: nothing in them is secret, so no key is needed to GET them."""
 HEADERS = {

@@ -5,10 +5,11 @@ import { chat } from "./chat.js";
 import { complete } from "./complete.js";
 import { h, options } from "./dom.js";
 import { classify, embed, rank } from "./encode.js";
+import { routes } from "./routes.js";
 import { server } from "./server.js";
 import { Watch } from "./watch.js";
 
-const VIEWS = [chat, complete, embed, rank, classify, server];
+const VIEWS = [chat, complete, embed, rank, classify, server, routes];
 const [door, field, main, model, notice, state, views] =
   ["door", "key", "main", "model", "notice", "state", "views"].map((id) => document.getElementById(id));
 const watch = new Watch();
@@ -56,9 +57,11 @@ function build() {
 
 function show() {
   const links = [...views.children];
-  const chosen = Math.max(0, links.findIndex(({ hash }) => hash === location.hash));
+  const wanted = location.hash || (location.pathname.endsWith("/docs") ? "#routes" : "");
+  const chosen = Math.max(0, links.findIndex(({ hash }) => hash === wanted));
   links.forEach((link, place) => link.setAttribute("aria-current", place === chosen ? "page" : "false"));
   [...main.children].forEach((section, place) => (section.hidden = place !== chosen));
+  main.children[chosen].firstChild.dispatchEvent(new Event("shown"));
 }
 
 watch.addEventListener("state", () => {

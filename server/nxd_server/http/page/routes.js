@@ -1,9 +1,7 @@
-// What the document of the routes says, to read.
+// What the document of the server's routes says, to read.
 
-import { ask, key } from "./api.js";
+import { ask } from "./api.js";
 import { h, table } from "./dom.js";
-
-const [main, form, notice] = ["main", "form", "#notice"].map((one) => document.querySelector(one));
 
 function named({ $ref, items, anyOf, type = "any" }) {
   if ($ref) return $ref.split("/").pop();
@@ -25,24 +23,23 @@ function shape(name, { description, properties = {} }) {
   return part(name, description, ["Field", "Form", ""], rows);
 }
 
-async function show() {
-  try {
-    const { paths, components } = await ask("openapi.json");
-    const routes = Object.entries(paths).flatMap(([path, methods]) =>
-      Object.entries(methods).map(([method, one]) => route(`${method.toUpperCase()} ${path}`, one)));
-    const shapes = Object.entries(components.schemas).map((one) => shape(...one));
-    main.replaceChildren(...routes, h("h2", {}, "Forms"), ...shapes);
-    form.hidden = notice.hidden = true;
-  } catch (error) {
-    form.hidden = error.status !== 401;
-    notice.hidden = false;
-    notice.textContent = error.message;
-  }
+async function parts() {
+  const { paths, components } = await ask("openapi.json");
+  const methods = ([path, each]) =>
+    Object.entries(each).map(([method, one]) => route(`${method.toUpperCase()} ${path}`, one));
+  const shapes = Object.entries(components.schemas).map((one) => shape(...one));
+  return [...Object.entries(paths).flatMap(methods), h("h2", {}, "Forms"), ...shapes];
 }
 
-form.addEventListener("submit", (event) => {
-  event.preventDefault();
-  key.set(form.querySelector("input").value);
-  show();
-});
-show();
+export const routes = {
+  name: "routes",
+  title: "Routes",
+  fits: () => true,
+
+  make() {
+    const list = h("div", { onshown: () => list.querySelector("details") || load() });
+    const error = ({ message }) => [h("p", { class: "error", role: "alert" }, message)];
+    const load = async () => list.replaceChildren(...(await parts().catch(error)));
+    return list;
+  },
+};
