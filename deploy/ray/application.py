@@ -21,7 +21,7 @@ from nxd_server.errors import SettingsError
 from nxd_server.http.app import create_app
 from nxd_server.http.ops import logs
 from nxd_server.http.protocol import MOST_BY_DEFAULT
-from nxd_server.settings import ServerSettings, load_settings
+from nxd_server.settings import ServerSettings
 
 CLOSE_SECONDS = 15
 POLL_SECONDS = 0.05
@@ -48,7 +48,8 @@ class Arguments(BaseModel):
 def checked(arguments: Arguments) -> ServerSettings:
     """The server's settings on this node. Raises SettingsError for those that do not go with replicas."""
     own = {"threads_per_rank": arguments.per_rank} if arguments.resource == "CPU" else {}
-    settings = load_settings(**{"host": "0.0.0.0", **own, **arguments.settings})  # Ray's proxies listen for others
+    given = {"host": "0.0.0.0", **own, **arguments.settings}  # Ray's proxies listen for others
+    settings = ServerSettings.resolve(**given)
     if settings.admin() is not None:
         raise SettingsError(
             "admin_key opens routes that change one replica, and the others would go on with other weights: unset it "

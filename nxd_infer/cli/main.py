@@ -24,7 +24,7 @@ from nxd_infer.errors import NxdError
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
 from nxd_infer.util.options import Option, command_options, declared, flag_of, from_command, problem_of
 from nxd_models.serving.task_options import TaskOptions
-from nxd_server.settings import PREFIX, SOURCE, ServerSettings, load_settings
+from nxd_server.settings import PREFIX, SOURCE, ServerSettings
 
 
 class Commands(typer.core.TyperGroup):
@@ -203,7 +203,7 @@ def serve(
     artifacts = artifacts or [*filter(None, words(os.environ.get(PREFIX + SOURCE, "")))]
     if not artifacts:
         raise typer.BadParameter(f"give an artifact to serve, or set {PREFIX}{SOURCE}")
-    raise typer.Exit(run.serve(artifacts, load_settings(config, **given)))
+    raise typer.Exit(run.serve(artifacts, ServerSettings.resolve(config, **given)))
 
 
 @app.command(epilog='Example:  nxd-infer generate ./artifact "The with statement" --max-tokens 64')

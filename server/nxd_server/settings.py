@@ -387,9 +387,6 @@ class ServerSettings:
         return None if self.admin_key is None else self.admin_key.strip().encode()
 
 
-load_settings = ServerSettings.resolve
-
-
 # --- where they come from -------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from nxd_server.app.run import FLUSH_SECONDS, serve
-from nxd_server.settings import load_settings
+from nxd_server.settings import ServerSettings
 from tests.support.engine.toy_model import naive_generate
 from tests.support.http.http_servers import (
     events_of,
@@ -187,7 +187,7 @@ def test_neither_a_start_nor_idle_connections_hold_up_the_end():
 def test_a_port_in_use_is_told_and_status_1(artifact, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert serve(artifact, load_settings(port=port)) == 1
+        assert serve(artifact, ServerSettings.resolve(port=port)) == 1
     told = logged(capfd, "stop what uses the port")
     assert f"127.0.0.1:{port}" in told and "Traceback" not in told
 
@@ -209,19 +209,19 @@ def artifact(tmp_path):
     ],
 )
 def test_what_cannot_be_served_is_told_and_status_1(artifact, capfd, settings, words):
-    assert serve(artifact, load_settings(port=0, **settings)) == 1
+    assert serve(artifact, ServerSettings.resolve(port=0, **settings)) == 1
     assert "Traceback" not in logged(capfd, words)
 
 
 def test_what_is_no_artifact_is_told_and_status_1(tmp_path, capfd, monkeypatch):
-    assert serve(tmp_path, load_settings(port=0)) == 1
+    assert serve(tmp_path, ServerSettings.resolve(port=0)) == 1
     assert logged(capfd, "manifest.json")
 
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(pathlib.Path, "is_file", refuse)  # root may read everything
-    assert serve(tmp_path, load_settings(port=0)) == 1
+    assert serve(tmp_path, ServerSettings.resolve(port=0)) == 1
     assert "Traceback" not in logged(capfd, f"Permission denied: '{tmp_path}/manifest.json'")
 
 

@@ -13,7 +13,7 @@ from nxd_infer.trace import parallel_model_load, parallel_model_trace
 from nxd_models.serving import tasks
 from nxd_server.app.run import serve
 from nxd_server.engine.oneshot_engine import OneShotEngine
-from nxd_server.settings import load_settings
+from nxd_server.settings import ServerSettings
 from nxd_server.text.tokenizer import Tokenizer
 from tests.support.engine.real_artifacts import trace_encoder
 from tests.support.http.http_artifacts import real_server, scores, trace_affine, trace_scores, trace_tiny
@@ -223,6 +223,6 @@ def test_a_token_classifier_finds_the_entities_that_transformers_finds(tmp_path)
 
 @pytest.mark.parametrize(("name", "value"), [("speculate", 4), ("lora", ["mine=/some/where"])])
 def test_what_only_generating_artifacts_have_is_refused_before_the_ranks_start(capfd, name, value):
-    assert serve(trace_affine(), load_settings(port=0, **{name: value})) == 1
+    assert serve(trace_affine(), ServerSettings.resolve(port=0, **{name: value})) == 1
     told = logged(capfd, f"{name}: the artifact's task is '', and only 'generate' has it")
     assert "starting" not in told

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from nxd_infer.cli.main import app
 from nxd_server.app.run import serve
-from nxd_server.settings import load_settings
+from nxd_server.settings import ServerSettings
 from tests.support.http.http_artifacts import LLAMA, ONE_LAYER, PROMPTS, greedy_texts, real_server, trace_tiny
 from tests.support.http.http_servers import events_of, logged, wait_for
 from tests.support.http.load import TOKENS, Load, rank_pids
@@ -84,7 +84,7 @@ def test_more_than_was_traced_is_refused_with_the_fix(artifact, capfd):
         ({"speculate": 5}, fix),
         ({"lora": ["fr=nowhere"]}, "lora = 'fr=nowhere': this artifact has no slots"),
     ):
-        assert serve(artifact, load_settings(port=0, **settings)) == 1
+        assert serve(artifact, ServerSettings.resolve(port=0, **settings)) == 1
         told = logged(capfd, words)
         assert told.count(words) == 1 and "starting" not in told
 
@@ -148,8 +148,8 @@ def test_a_draft_with_another_vocabulary_is_refused_before_the_ranks_are_there(a
     sizes = ("--batch-sizes", "4", "--prompt-buckets", "16", "--max-len", "64")
     assert command("trace", model, "--out", tmp_path / "other", *sizes).exit_code == 0
     words = "has another vocabulary than"
-    assert serve(artifact, load_settings(port=0, draft=str(tmp_path / "other"))) == 1
+    assert serve(artifact, ServerSettings.resolve(port=0, draft=str(tmp_path / "other"))) == 1
     told = logged(capfd, words)
     assert told.count(words) == 1 and "give a model with the same tokenizer" in told and "starting" not in told
-    assert serve(artifact, load_settings(port=0, draft=str(tmp_path / "nothing"))) == 1
+    assert serve(artifact, ServerSettings.resolve(port=0, draft=str(tmp_path / "nothing"))) == 1
     assert "nothing is missing" in logged(capfd, "nothing is missing")

@@ -11,7 +11,7 @@ import pytest
 from nxd_infer.util.options import command_options, declared, table
 from nxd_server.api_keys import read_keys
 from nxd_server.errors import SettingsError
-from nxd_server.settings import OTHERS, ServerSettings, load_settings, unknown_variables
+from nxd_server.settings import OTHERS, ServerSettings, unknown_variables
 from tests.support.e2e.command import ROOT, here, refused
 
 
@@ -85,7 +85,7 @@ def test_arguments_beat_the_environment_and_that_beats_the_file(tmp_path, monkey
     monkeypatch.setenv("NXD_INFER_PORT", "2")
     monkeypatch.setenv("NXD_INFER_HOST", "h2")
     for name in ("server.json", "server.yaml"):
-        settings = load_settings(tmp_path / name, port=3, host=None, api_keys=[])
+        settings = ServerSettings.resolve(tmp_path / name, port=3, host=None, api_keys=[])
         assert (settings.port, settings.host, settings.drain_timeout) == (3, "h2", 1.0)
         assert settings.api_keys == ["k"]
     assert ServerSettings.resolve().port == 2
@@ -97,46 +97,46 @@ def test_arguments_beat_the_environment_and_that_beats_the_file(tmp_path, monkey
 )
 def test_keys_from_the_environment(monkeypatch, value, keys):
     monkeypatch.setenv("NXD_INFER_API_KEYS", value)
-    assert load_settings().api_keys == keys
+    assert ServerSettings.resolve().api_keys == keys
 
 
 def test_keys_that_are_none_do_not_open_the_server(monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("\n \n")
     with pytest.raises(SettingsError, match="no key"):
-        read_keys(load_settings(api_keys_file=str(tmp_path / "keys")))
+        read_keys(ServerSettings.resolve(api_keys_file=str(tmp_path / "keys")))
     monkeypatch.setenv("NXD_INFER_API_KEYS", " , ")
     with pytest.raises(SettingsError, match="holds no key"):
-        load_settings()
+        ServerSettings.resolve()
 
 
 def test_a_single_key_under_the_likely_name_closes_the_server(monkeypatch):
     monkeypatch.setenv("NXD_INFER_API_KEY", "one")
-    assert load_settings().api_keys == ["one"]
-    assert load_settings(api_keys=["two"]).api_keys == ["two"]
+    assert ServerSettings.resolve().api_keys == ["one"]
+    assert ServerSettings.resolve(api_keys=["two"]).api_keys == ["two"]
 
 
 def test_texts_are_read_as_what_they_stand_for(monkeypatch):
     texts = {"PORT": " 7 ", "ACCESS_LOG": "off", "CALL_TIMEOUT": "1e1", "KEEP": "a", "LORA": "a=b, c=d"}
     for name, text in texts.items():
         monkeypatch.setenv(f"NXD_INFER_{name}", text)
-    found = load_settings()
+    found = ServerSettings.resolve()
     assert (found.port, found.access_log, found.call_timeout) == (7, False, 10.0)
     assert (found.keep, found.lora) == (Path("a"), ["a=b", "c=d"])
 
 
 def test_no_secret_is_ever_shown(tmp_path, monkeypatch):
-    settings = load_settings(api_keys=["hunter2"])
+    settings = ServerSettings.resolve(api_keys=["hunter2"])
     assert "hunter2" not in repr(settings) + str(settings)
     monkeypatch.setenv("NXD_INFER_API_KEYS", '["hunter2", ""]')
     monkeypatch.setenv("NXD_INFER_PORT", "x")
     with pytest.raises(SettingsError) as caught:
-        load_settings()
+        ServerSettings.resolve()
     assert "hunter2" not in str(caught.value) and "port" in str(caught.value) and "api_keys" in str(caught.value)
     assert caught.value.__suppress_context__
     file = tmp_path / "bad.json"
     file.write_text('{"api_keys": ["hunter2",]')
     with pytest.raises(SettingsError) as caught:
-        load_settings(file)
+        ServerSettings.resolve(file)
     assert "hunter2" not in str(caught.value)
 
 
@@ -159,13 +159,13 @@ def test_no_secret_is_ever_shown(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_a_wrong_setting_is_named(arguments, word):
     with pytest.raises(SettingsError, match=word):
-        load_settings(**arguments)
+        ServerSettings.resolve(**arguments)
 
 
 @pytest.mark.parametrize("name", [name for name, one in declared(ServerSettings).items() if one.unit == "seconds"])
 def test_a_time_that_no_wait_takes_is_named(name):
     with pytest.raises(SettingsError, match=rf"{name} must be .* seconds .*(at most|to) \d+, "):
-        load_settings(**{name: 10**10})
+        ServerSettings.resolve(**{name: 10**10})
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"nope": 1}', "{", '"x"'])
@@ -173,21 +173,21 @@ def test_a_wrong_file_is_named(tmp_path, text):
     file = tmp_path / "server.json"
     file.write_text(text)
     with pytest.raises(SettingsError):
-        load_settings(file)
+        ServerSettings.resolve(file)
     with pytest.raises(SettingsError, match=r"missing\.yaml' cannot be read: No such file or directory$"):
-        load_settings(tmp_path / "missing.yaml")
+        ServerSettings.resolve(tmp_path / "missing.yaml")
     with pytest.raises(SettingsError, match=r"\.toml"):
         (tmp_path / "a.toml").write_text("")
-        load_settings(tmp_path / "a.toml")
+        ServerSettings.resolve(tmp_path / "a.toml")
 
 
 def test_the_admin_key_is_a_secret_and_no_other_key(monkeypatch):
     monkeypatch.setenv("NXD_INFER_ADMIN_KEY", "hunter2 ")
-    settings = load_settings(api_keys=["user"])
+    settings = ServerSettings.resolve(api_keys=["user"])
     assert settings.admin() == b"hunter2" and settings.api_keys == ["user"]
-    assert "hunter2" not in repr(settings) and load_settings(admin_key="other").admin() == b"other"
+    assert "hunter2" not in repr(settings) and ServerSettings.resolve(admin_key="other").admin() == b"other"
     with pytest.raises(SettingsError, match="admin_key is one of api_keys"):
-        read_keys(load_settings(api_keys=["hunter2"]))
+        read_keys(ServerSettings.resolve(api_keys=["hunter2"]))
 
 
 def test_the_documentation_lists_every_setting_with_its_default_and_meaning():

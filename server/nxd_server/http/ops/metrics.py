@@ -8,7 +8,7 @@ that waits for zero running requests sees zero as soon as there are none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -158,95 +158,93 @@ class Metrics(Collector):
         return generate_latest(self)
 
 
-class _Read(Collector):
-    """Metrics that are read at scrape time; a subclass puts them."""
+Put = Callable[..., None]
+"""``put(name, kind, text, value, **labels)`` adds a sample; without a value it says that there is such a metric."""
 
-    def __init__(self) -> None:
-        self._found: dict[str, Metric] = {}
+
+class _Read(Collector):
+    """Metrics that are read at scrape time."""
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering must not query a service that is still starting
 
     def collect(self) -> Iterator[Metric]:
-        self._found = {}
-        self.read()
-        yield from self._found.values()
+        found: dict[str, Metric] = {}
 
-    def read(self) -> None:
+        def put(name: str, kind: str, text: str, value: float | None = None, /, **labels: str) -> None:
+            family = found.setdefault(name, Metric(f"nxd_{name}", text, kind))
+            if value is not None:
+                family.add_sample(family.name + "_total" * (kind == "counter"), labels, float(value))
+
+        self.read(put)
+        yield from found.values()
+
+    def read(self, put: Put) -> None:
         """Put every metric."""
         raise NotImplementedError
-
-    def put(self, name: str, kind: str, text: str, value: float | None = None, /, **labels: str) -> None:
-        """Add a sample; without a value only that there is such a metric."""
-        name = f"nxd_{name}"
-        family = self._found.setdefault(name, Metric(name, text, kind))
-        if value is not None:
-            family.add_sample(name + "_total" * (kind == "counter"), labels, float(value))
 
 
 class _Doors(_Read):
     """What the connections and the keys count."""
 
     def __init__(self, created: float, connections: Connections, keys: Keys):
-        super().__init__()
         self._created, self._connections, self._keys = created, connections, keys
 
-    def read(self) -> None:
+    def read(self, put: Put) -> None:
         connections = self._connections
-        self.put("start_time_seconds", "gauge", "When the server started, since 1970.", self._created)
-        self.put("connections", "gauge", "Open connections.", len(connections))
-        self.put("connections_most", "gauge", "Limit of open connections.", connections.most)
+        put("start_time_seconds", "gauge", "When the server started, since 1970.", self._created)
+        put("connections", "gauge", "Open connections.", len(connections))
+        put("connections_most", "gauge", "Limit of open connections.", connections.most)
         for reason, count in connections.ended.items():
-            self.put("connections_ended", "counter", "Connections ended by the server.", count, reason=reason)
+            put("connections_ended", "counter", "Connections ended by the server.", count, reason=reason)
         if self._keys.guard_metrics:  # names of people, and what each of them does
             for account in self._keys.accounts.values():
-                self._read_account(account)
+                self._read_account(put, account)
 
-    def _read_account(self, account: Account) -> None:
+    def _read_account(self, put: Put, account: Account) -> None:
         key, tokens = account.name, "Tokens of a key's requests."
-        self.put("key_requests", "counter", "Requests with a key.", account.requests, key=key)
-        self.put("key_requests_running", "gauge", "Those being answered.", account.running, key=key)
-        self.put("key_tokens", "counter", tokens, account.prompt_tokens, key=key, of="prompts")
-        self.put("key_tokens", "counter", tokens, account.generated_tokens, key=key, of="answers")
+        put("key_requests", "counter", "Requests with a key.", account.requests, key=key)
+        put("key_requests_running", "gauge", "Those being answered.", account.running, key=key)
+        put("key_tokens", "counter", tokens, account.prompt_tokens, key=key, of="prompts")
+        put("key_tokens", "counter", tokens, account.generated_tokens, key=key, of="answers")
         for limit, count in account.refused.items():
-            self.put("key_refusals", "counter", "Requests beyond a key's limit.", count, key=key, limit=limit)
+            put("key_refusals", "counter", "Requests beyond a key's limit.", count, key=key, limit=limit)
 
 
 class _Model(_Read):
     """The gauges and counters of a model's engines. Those of several copies have the label ``copy``."""
 
     def __init__(self, service: Service):
-        super().__init__()
         self._service = service
 
-    def read(self) -> None:
+    def read(self, put: Put) -> None:
         service = self._service
-        self.put("ready", "gauge", "1 when a request sent now would be served.", service.ready)
-        self.put("weight_version", "gauge", "Weight swaps since the start.", service.weight_version)
+        put("ready", "gauge", "1 when a request sent now would be served.", service.ready)
+        put("weight_version", "gauge", "Weight swaps since the start.", service.weight_version)
         if service.load_seconds is not None:
             text = "Seconds to load the model until the server was ready."
-            self.put("graph_load_seconds", "gauge", text, service.load_seconds)
+            put("graph_load_seconds", "gauge", text, service.load_seconds)
         aside = 0 if service.chat_template is None else service.chat_template.inside
-        self.put("texts_aside", "gauge", "Conversations being rendered, or waiting.", aside, kind="conversations")
+        put("texts_aside", "gauge", "Conversations being rendered, or waiting.", aside, kind="conversations")
         for replica in service.replicas:
-            self._read_copy(replica, {"copy": str(replica.index)} if len(service.replicas) > 1 else {})
+            self._read_copy(put, replica, {"copy": str(replica.index)} if len(service.replicas) > 1 else {})
         if (stats := service.stats()) is not None:
             for name, kind, text, source in OF_GRAPHS:
                 values = getattr(stats, source)
                 for graph, batch, seq in service.bucket_shapes():
                     value = values.get(graph, 0 if kind == "counter" else None)
-                    self.put(name, kind, text, value, graph=graph, batch=str(batch), seq=str(seq))
+                    put(name, kind, text, value, graph=graph, batch=str(batch), seq=str(seq))
 
-    def _read_copy(self, replica: Replica, copy: dict[str, str]) -> None:
+    def _read_copy(self, put: Put, replica: Replica, copy: dict[str, str]) -> None:
         for name, kind, text, source in OF_RANKS:
-            self.put(name, kind, text)
+            put(name, kind, text)
             for rank in self._service.ranks_of(replica):
-                self.put(name, kind, text, getattr(rank, source), rank=str(rank.rank), **copy)
+                put(name, kind, text, getattr(rank, source), rank=str(rank.rank), **copy)
         stats = None if replica.engine is None else replica.engine.stats()
         restarts = 0 if stats is None else stats.restarts
-        self.put("engine_restarts", "counter", "Restarts of the ranks.", restarts, **copy)
+        put("engine_restarts", "counter", "Restarts of the ranks.", restarts, **copy)
         for name, kind, text, source, label in OF_ENGINES if stats is not None else ():
-            self.put(name, kind, text)
+            put(name, kind, text)
             value = getattr(stats, source)
             for entry, number in value.items() if label else [("", value)]:
-                self.put(name, kind, text, number, **({label: entry} if label else {}), **copy)
+                put(name, kind, text, number, **({label: entry} if label else {}), **copy)
