@@ -293,8 +293,7 @@ class _Message(BlockAnswer):
             "role": "assistant",
             "model": one.model,
             "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
+            **dict.fromkeys(("stop_reason", "stop_sequence")),
         }
 
     def object(self, usage: Usage) -> dict[str, Any]:

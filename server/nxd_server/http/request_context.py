@@ -405,22 +405,14 @@ def _check_framing(scope: Scope) -> None:
     """Raise ApiError 400 for a request with two lengths: a proxy may have used the other one to find its end."""
     names = [name for name, _ in scope["headers"]]
     if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] != "1.1"):
-        raise ApiError(
-            400,
-            "a request has Content-Length or Transfer-Encoding (only in HTTP/1.1), not both",
-            code="invalid_http",
-            headers={"connection": "close"},
-        )
+        why = "a request has Content-Length or Transfer-Encoding (only in HTTP/1.1), not both"
+        raise ApiError(400, why, code="invalid_http", headers={"connection": "close"})
 
 
 def _crowded() -> ApiError:
-    return ApiError(
-        503,
-        "the server has reached its limit of connections (max_connections), and all of them are being answered",
-        code="too_many_connections",
-        retry_after=1,
-        headers={"connection": "close"},
-    )
+    why = "the server has reached its limit of connections (max_connections), and all of them are being answered"
+    close = {"connection": "close"}
+    return ApiError(503, why, code="too_many_connections", retry_after=1, headers=close)
 
 
 def _request_id(scope: Scope) -> str:
