@@ -8,8 +8,8 @@ from pathlib import Path
 import yaml
 
 from nxd_infer.util.options import declared
-from nxd_server.http.request_body import LARGEST_LIMIT
 from nxd_server.http.ops.metrics import OF_ENGINES
+from nxd_server.http.request_body import LARGEST_LIMIT
 from nxd_server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[3]
