@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from weakref import WeakKeyDictionary, WeakSet
 
 from nxd_infer.artifact.manifest import Manifest
@@ -128,7 +128,8 @@ class DraftModel:
             (Graph(bucket.name, *tokens_input(bucket).shape) for bucket in buckets),
             key=lambda graph: (graph.length, graph.batch),
         )
-        self._pieces = [graph for graph in self.graphs if graph.length > 1] or self.graphs
+        narrow = list({graph.length: graph for graph in reversed(self.graphs)}.values())[::-1]
+        self._pieces = narrow[1:] or narrow  # single tokens only where there is nothing else
         self.costs = StepCosts(self.graphs, costs)
         self.steps = StepRunner(model, self.costs, self._padding)
         self.restarts = restarts
@@ -142,7 +143,7 @@ class DraftModel:
     def behind(self, sequence: Generated) -> int:
         """Return how many tokens of ``sequence`` it has to read to guess the next one: at least the last."""
         assert sequence.slot is not None
-        read, known = self._read.get(sequence.slot), len(sequence.prompt) + len(sequence.output)
+        read = self._read.get(sequence.slot)
         if read is None or read.sequence is not sequence:
             count = 0
             if read is not None:
@@ -155,20 +156,22 @@ class DraftModel:
             if guess != token:
                 break
             read.count += 1
-        read.count = min(read.count, known - 1)
-        return known - read.count
+        read.count = min(read.count, sequence.known - 1)
+        return sequence.known - read.count
 
     def read_on(self, sequence: Generated, seconds: float) -> None:
-        """Read one piece of what it is behind, but for the last token: in a step of no more than ``seconds``, if there
-        is such a graph."""
-        missing = self.behind(sequence) - 1
-        short = [graph for graph in self._pieces if self.costs[graph.name] <= seconds] or self._pieces[:1]
-        graph = next((graph for graph in short if graph.length >= missing), short[-1])
-        assert sequence.slot is not None
-        read = self._read[sequence.slot]
-        given = sequence.tokens(read.count, min(missing, graph.length))
-        self._feed(graph, [_fed(sequence, read.count, given)])
-        read.count += len(given)
+        """Read what it is behind, but for the last token: one piece, the shortest if all take more than ``seconds``,
+        and more while their time lasts."""
+        while (missing := self.behind(sequence) - 1) > 0:
+            able = [graph for graph in self._pieces if self.costs[graph.name] <= seconds] or self._pieces[:1]
+            graph = next((graph for graph in able if graph.length >= missing), able[-1])
+            start = sequence.known - 1 - missing
+            given = sequence.tokens(start, min(missing, graph.length))
+            self._feed(graph, [_fed(sequence, start, given)])
+            self._read[sequence.slot or 0].count += len(given)
+            seconds -= self.costs[graph.name]
+            if seconds < self.costs[self._pieces[0].name]:
+                return
 
     def seconds_to_read(self, tokens: int) -> float:
         """Return how long it takes to read ``tokens`` of one sequence, at the best rate."""
@@ -178,46 +181,41 @@ class DraftModel:
 
     def guess(self, wanted: Sequence[tuple[Generated, int]]) -> list[list[int]]:
         """Return so many next tokens of each sequence, drawn one step after the other, all sequences in each."""
-        counts = [count for _, count in wanted]
-        sequences = [sequence for sequence, _ in wanted]
+        sequences, counts = [sequence for sequence, _ in wanted], [count for _, count in wanted]
+        starts = [sequence.known - self.behind(sequence) for sequence in sequences]
+        given = [one.tokens(start, one.known - start) for one, start in zip(sequences, starts, strict=True)]
         guesses: list[list[int]] = [[] for _ in wanted]
-        rows: list[_Fed] = []
-        for sequence in sequences:
-            missing, slot = self.behind(sequence), sequence.slot
-            assert slot is not None
-            start = self._read[slot].count
-            rows.append(_fed(sequence, start, sequence.tokens(start, missing)))
-        while (longest := max(row.length for row in rows)) > 1:
-            late = [index for index, row in enumerate(rows) if row.length > 1]
-            apart = (longest - 1) * self.seconds(len(late)) + self.seconds(len(rows))
-            if self.seconds(len(rows), longest) <= apart:
+
+        def feed(chosen: Sequence[int], most: int | None = None) -> list[int]:
+            rows = [_fed(sequences[index], starts[index], given[index][:most]) for index in chosen]
+            for index, row in zip(chosen, rows, strict=True):
+                starts[index], given[index] = row.start + row.length, given[index][row.length :]
+            return self._feed_all(rows)
+
+        while (longest := max(map(len, given))) > 1:  # one by one, if that is faster than a step of so many
+            late = [index for index, tokens in enumerate(given) if len(tokens) > 1]
+            if self.seconds(len(given), longest) <= (longest - 1) * self.seconds(len(late)) + self.seconds(len(given)):
                 break
-            self._feed_all([_fed(rows[index].sequence, rows[index].start, rows[index].given[:1]) for index in late])
-            for index in late:
-                rows[index] = _fed(rows[index].sequence, rows[index].start + 1, rows[index].given[1:])
+            feed(late, 1)
         for place in range(max(counts)):
             active = [index for index, count in enumerate(counts) if count > place]
-            if place:
-                starts = [len(one.prompt) + len(one.output) + place - 1 for one in sequences]
-                rows = [_fed(sequences[index], starts[index], guesses[index][-1:]) for index in active]
-            for index, token in zip(active, self._feed_all(rows), strict=True):
+            for index, token in zip(active, feed(active), strict=True):
                 guesses[index].append(token)
+                given[index] = [token]
         for sequence, drawn in zip(sequences, guesses, strict=True):
-            known = len(sequence.prompt) + len(sequence.output)
-            self._read[sequence.slot or 0] = _Read(sequence, known, drawn[:-1])
+            self._read[sequence.slot or 0] = _Read(sequence, sequence.known, drawn[:-1])
         return guesses
 
     def seconds(self, rows: int, length: int = 1) -> float:
-        """Return what it takes to feed so many ``rows`` of up to ``length`` tokens."""
-        graph = self._graph(rows, length)
-        return ceil(rows / graph.batch) * self.costs[graph.name]
+        """Return what it takes to feed so many ``rows`` of up to ``length`` tokens; infinity if no graph does."""
+        return min((cost for cost, _ in self._ways(rows, length)), default=inf)
 
-    def _graph(self, rows: int, length: int) -> Graph:
+    def _ways(self, rows: int, length: int) -> list[tuple[float, Graph]]:
         able = [graph for graph in self.graphs if graph.length >= length]
-        return min(able, key=lambda graph: ceil(rows / graph.batch) * self.costs[graph.name])
+        return [(ceil(rows / graph.batch) * self.costs[graph.name], graph) for graph in able]
 
     def _feed_all(self, rows: Sequence[_Fed]) -> list[int]:
-        graph = self._graph(len(rows), max(row.length for row in rows))
+        _, graph = min(self._ways(len(rows), max(row.length for row in rows)), key=lambda way: way[0])
         parts = range(0, len(rows), graph.batch)
         return [token for at in parts for token in self._feed(graph, rows[at : at + graph.batch])]
 
@@ -347,8 +345,8 @@ class DraftSpeculation(Speculation):
         return self.verifying(graph, (replace(row, draft=tuple(guesses.get(row.sequence, ()))) for row in step.rows))
 
     def _room(self, sequence: Generated) -> int:
-        known = len(sequence.prompt) + len(sequence.output)
-        return 0 if sequence in self._left else max(0, min(room(sequence, self._tokens), self.draft.max_len - known))
+        free = self.draft.max_len - sequence.known
+        return 0 if sequence in self._left else max(0, min(room(sequence, self._tokens), free))
 
     def _best(self, step: Step, graph: Graph, rooms: dict[Generated, int]) -> tuple[int, float]:
         """Return how many guesses for these sequences give most tokens per second in this step, 0 if none do, and how

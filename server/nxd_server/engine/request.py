@@ -198,6 +198,11 @@ class Sequence:
         return max(0, len(self.prompt) - self.computed)
 
     @property
+    def known(self) -> int:
+        """Tokens of its prompt and its output so far."""
+        return len(self.prompt) + len(self.output)
+
+    @property
     def guided(self) -> bool:
         """Whether what may come next depends on the tokens before it."""
         return self.guide is not None or self.rules is not None
@@ -210,7 +215,7 @@ class Sequence:
     @property
     def waits(self) -> bool:
         """Whether its next token is known only after the steps in flight."""
-        return self.computed >= len(self.prompt) + len(self.output)
+        return self.computed >= self.known
 
     def tokens(self, start: int, length: int) -> list[int]:
         """Return the tokens at positions ``start`` to ``start + length - 1`` of prompt and output together, as far as

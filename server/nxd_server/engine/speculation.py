@@ -156,7 +156,7 @@ class Speculation:
         if count == 0:
             return ()
         known = len(lookup.tokens)
-        lookup.extend(sequence.tokens(known, len(sequence.prompt) + len(sequence.output) - known))
+        lookup.extend(sequence.tokens(known, sequence.known - known))
         return lookup.draft(count)
 
     def settle(self, row: Row, tokens: Sequence[int]) -> Row:

@@ -136,6 +136,14 @@ def test_what_it_has_read_ends_before_the_first_wrong_guess(right, more, behind)
     assert again[0] == int(logits_of(np.array([*PROMPT, *one.output])).argmax())
 
 
+def test_a_draft_whose_graphs_take_single_tokens_reads_one_by_one(engines):
+    draft = ToyDraft(prompt_buckets=())
+    engine = guessing(engines, draft)
+    for params in (LONG, LONG.replace(temperature=0.8, seed=2)):
+        ask(engine, PROMPT, params)
+    assert engine.stats().accepted_tokens == engine.stats().draft_tokens > 20 and draft.restarts == 0
+
+
 def test_drawn_guesses_are_right_more_often_with_the_targets_noise_than_without(engines):
     """As the two distributions overlap: these draw the same token far more often than independent draws would."""
     draft = ToyDraft(0.3)
