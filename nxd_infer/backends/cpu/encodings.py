@@ -79,7 +79,7 @@ def _nbytes(shape: Sequence[int], encoding: str) -> int:
     return math.prod(rows) * min((-(-K // size) * (size // 2 + 2 + zeros) for size in sizes), default=K + 4)
 
 
-_NOTE = ", tables, heads and experts in int8; their inputs are rounded to eight bits"
+_NOTE = "; tables, heads and experts in int8. The layers' inputs are rounded to eight bits"
 QUANTIZATIONS = {
     "int8": Quantization("int8", PACKED_INT8, _rounded, partial(_nbytes, encoding=PACKED_INT8)),
     **{
