@@ -21,7 +21,7 @@ from nxd_infer.cli.console import Bars, console, duration, spinner
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.hugging_face import weights as hf
 from nxd_infer.hugging_face.gguf_file import find_gguf, model_directory
-from nxd_infer.hugging_face.quantized.formats import Format, format_in
+from nxd_infer.hugging_face.quantized.formats import format_in
 from nxd_infer.hugging_face.tokenizer import TOKENIZER
 from nxd_infer.trace import ArtifactWriter
 from nxd_infer.trace.options import RecompileOptions, TraceOptions
@@ -102,11 +102,12 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
     console.print(planned.table(), markup=False)
-    stored = None if checkpoint is not None else format_in(model_dir)
-    for note in (
-        *_notes(model_dir, plan, planned, requested.prompt_buckets),
-        *_notes_of_weights(stored, plan.metadata["dtype"], arguments.get("quantize")),
-    ):
+    notes = [*_notes(model_dir, plan, planned, requested.prompt_buckets)]
+    if checkpoint is None and (stored := format_in(model_dir)) is not None:
+        again = [f"they are rounded a second time, to {arguments['quantize']}"] if arguments.get("quantize") else []
+        as_dtype = f"the weights are stored as {stored}, and read as {plan.metadata['dtype']}"
+        notes.append("; ".join([as_dtype, *stored.notes, *again]))
+    for note in notes:
         console.print(f"note: {note}", markup=False)
     if plan_only:
         return {}
@@ -158,13 +159,6 @@ def _notes(model_dir: Path, plan: TaskPlan, planned: trace.TracePlan, prompt_buc
         yield f"tracing needs about {size(planned.trace_peak_bytes)}; this machine has {size(free)} free"
     if (ranks := planned.tp_degree * planned.pp_degree) > cores:
         yield f"{ranks} ranks share this machine's {cores} cores"
-
-
-def _notes_of_weights(stored: Format | None, dtype: str, quantize: str | None) -> Iterator[str]:
-    if stored is not None:
-        yield "; ".join([f"the weights are stored as {stored}, and read as {dtype}", *stored.notes])
-        if quantize is not None:
-            yield f"they are rounded a second time, to {quantize}"
 
 
 def _print_written(out: Path, report: Mapping[str, Any], more: str, start: float) -> float:

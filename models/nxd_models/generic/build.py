@@ -86,10 +86,8 @@ def weights(kind: str, model_dir: str | os.PathLike[str]) -> DictSource:
     files lack it, is left out. Raises CheckpointError for quantised weights, which it would not dequantise.
     """
     if (form := format_in(Path(model_dir))) is not None:
-        raise CheckpointError(
-            f"{model_dir}: weights stored as {form} are not read for a model type without a tensor-parallel plan: have "
-            "transformers load the model, call its dequantize() and save it"
-        )
+        problem = f"weights stored as {form} are not read for a model type without a tensor-parallel plan"
+        raise CheckpointError(f"{model_dir}: {problem}: have transformers load the model, dequantize() and save it")
     try:
         model, info = getattr(library(), kind).from_pretrained(
             model_dir, dtype="auto", output_loading_info=True, local_files_only=True, use_safetensors=True

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nxd_infer.errors import ModelConfigError
 from nxd_infer.hugging_face.quantized.compressed_tensors import CompressedTensors
-from nxd_infer.hugging_face.quantized.fields import FIELD, Fields
+from nxd_infer.hugging_face.quantized.fields import FIELD, checked
 from nxd_infer.hugging_face.quantized.fp8 import Fp8
 from nxd_infer.hugging_face.quantized.layers import Format
 from nxd_infer.hugging_face.quantized.qweight import Awq, Gptq
 
-FORMATS = {"gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": Fp8}
+FORMATS: dict[str, Any] = {"gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": Fp8}
 """By ``quant_method``."""
 
 
@@ -25,15 +26,15 @@ def format_of(raw: Mapping[str, Any], origin: str = "config.json") -> Format | N
     given = raw.get(FIELD)
     if not given:
         return None
-    fields = Fields(given if isinstance(given, Mapping) else {"quant_method": given}, origin)
-    eight_or_four = fields.get("load_in_4bit") or fields.get("load_in_8bit")
-    method = fields.get("quant_method", "bitsandbytes" if eight_or_four else None)
+    given = given if isinstance(given, Mapping) else {"quant_method": given}
+    old = given.get("load_in_4bit") or given.get("load_in_8bit")
+    method = given.get("quant_method") or ("bitsandbytes" if old else None)
     if not isinstance(method, str) or method not in FORMATS:
-        problem = (
-            f"only weights of {', '.join(FORMATS)} are read quantised: have transformers load the model, call its "
+        raise ModelConfigError(
+            f"{origin}: {FIELD}.quant_method = {method!r}: only weights of {', '.join(FORMATS)} are read quantised: "
+            "have transformers load the model, call its dequantize() and save it, or use the model in another form"
         )
-        raise fields.error("quant_method", f"{problem}dequantize() and save it, or use another form of it", method)
-    return FORMATS[method].read(fields)
+    return checked(FORMATS[method], given, origin)
 
 
 def format_in(folder: Path) -> Format | None:

@@ -95,8 +95,7 @@ class Layer:
     """The tensor that says the block of each column, if those of a block need not be neighbours."""
 
     @property
-    def count(self) -> tuple[int, int]:
-        """Blocks in each dimension."""
+    def count(self) -> tuple[int, int]:  # of blocks in each dimension
         return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
 
     def checked(self, source: WeightSource) -> Layer:

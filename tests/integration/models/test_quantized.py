@@ -80,7 +80,7 @@ def test_what_is_lost_is_said(tmp_path):
     write_quantized(source, tmp_path / "model", config, int8)
     printed = traced(tmp_path / "model", tmp_path / "artifact", "--quantize", "int8", "--plan-only")
     assert "read as float32; activations are not rounded; keys and values are not rounded" in printed
-    assert "note: they are rounded a second time, to int8" in printed
+    assert "; they are rounded a second time, to int8" in printed
     assert "stored as" not in traced(source, tmp_path / "artifact", "--plan-only")
 
 
