@@ -99,6 +99,11 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
         hf.weights(model_dir)  # raises if there are none, before a plan is printed
     arguments = {**plan.trace_arguments(), **arguments}
     backend = registry.get(arguments.get("backend") or registry.default())
+    if requested.kv_cache_dtype != "auto" and not backend.native:
+        raise TraceConfigError(
+            f"kv_cache_dtype = {requested.kv_cache_dtype!r}: graphs of the {backend.name} backend cannot read bytes as "
+            "numbers with a scale, those of cpu can: leave it out"
+        )
     start = time.monotonic()
     planned = trace.trace_plan(**arguments)
     console.print(planned.table(), markup=False)

@@ -38,7 +38,8 @@ def run(
     table(
         f"{artifact} (tp {manifest.tp_degree}{stages}, {manifest.backend}) against {whose}, unsharded and eager"
         + ("" if manifest.metadata.get("model_impl") is None else ", in transformers' own code")
-        + (f", weights rounded to {form.name}" if form else ""),
+        + (f", weights rounded to {form.name}" if form else "")
+        + (f"; its keys and values are {cache}" if (cache := manifest.metadata.get("kv_cache_dtype")) else ""),
         ("bucket", "max|a-b| / max|b|", "sampled", "verdict"),
         [
             (row.bucket, f"{row.difference:.1e}", row.agreement, f"{row.wrong} differs" if row.wrong else "equal")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxd_infer.ops.composite import composite
+from nxd_infer.ops.packed import SCALE_BYTES, packed_shape, quantize
 
 
 @composite(
@@ -46,7 +47,8 @@ def cache_attention(
 
     Args:
         q_BSHD, k_BSKD, v_BSKD: rotated queries, rotated keys, values.
-        k_cache_NKLD, v_cache_NKLD: modified in place; same dtype as ``k`` and ``v``.
+        k_cache_NKLD, v_cache_NKLD: modified in place; same dtype as ``k`` and ``v``. Or int8 [N, KH, L, D + 4]: of each
+            position and head D numbers ``q`` and a float32 ``scale = max|k| / 127``, which stand for ``q * scale``.
         block_table_Bn, start_B, length_B: int64. Blocks in ``0 .. N-1``, ``start >= 0``, ``0 <= length <= S``.
         scale: factor of the scores, usually ``D ** -0.5``.
     """
@@ -117,8 +119,9 @@ def _store(
         offset_BS = position_BS % L
     block_BS = torch.where(live_BS, own_BS, N - 1)
     # One index_put_ per cache: it survives export and lowering as an in-place write of B*S entries.
-    torch.ops.aten.index_put_(k_cache, [block_BS, None, offset_BS], k.to(k_cache.dtype))
-    torch.ops.aten.index_put_(v_cache, [block_BS, None, offset_BS], v.to(v_cache.dtype))
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        entries = _rounded(new) if cache.dtype == torch.int8 else new.to(cache.dtype)
+        torch.ops.aten.index_put_(cache, [block_BS, None, offset_BS], entries)
 
     # Entries past the live ones are stale, perhaps from another request; masking only the scores would let NaN through.
     T = n * L
@@ -149,5 +152,25 @@ def _rows(cache_NKLD: Tensor, block_table_Bn: Tensor) -> Tensor:
     B, n = block_table_Bn.shape
     _, KH, L, D = cache_NKLD.shape
     if n == 1:
-        return cache_NKLD.index_select(0, block_table_Bn[:, 0])
-    return cache_NKLD[block_table_Bn].permute(0, 2, 1, 3, 4).reshape(B, KH, n * L, D)
+        rows = cache_NKLD.index_select(0, block_table_Bn[:, 0])
+    else:
+        rows = cache_NKLD[block_table_Bn].permute(0, 2, 1, 3, 4).reshape(B, KH, n * L, D)
+    return _widened(rows) if rows.dtype == torch.int8 else rows
+
+
+def cache_shape(N: int, KH: int, L: int, D: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the shape of a cache of ``dtype``, for ``D`` numbers per position and head."""
+    return tuple(packed_shape([N, KH, L, D])) if dtype == torch.int8 else (N, KH, L, D)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Return the entries [..., D + 4] of an int8 cache for ``x`` [..., D]."""
+    q, scale = quantize(x)
+    return torch.cat([q, scale[..., None].contiguous().view(torch.int8)], -1)
+
+
+def _widened(entries: Tensor) -> Tensor:
+    """Return the numbers [..., D] in float32 that entries of an int8 cache stand for."""
+    # A copy: bytes may lie at any address, and floats not.
+    scale = entries[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return entries[..., :-SCALE_BYTES].float() * scale

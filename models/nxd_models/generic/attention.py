@@ -145,7 +145,7 @@ def attend(
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
     step.used.append(layer)
     cache = step.caches[layer]
-    heads, size = cache.keys.shape[1], cache.keys.shape[3]
+    heads, size = cache.keys.shape[1], cache.head_dim
     for what, x in (("keys", key), ("values", value)):
         if heads % x.shape[1] or x.shape[3] > size:
             raise ModelConfigError(

@@ -18,6 +18,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.layout import gqa_plan
 from nxd_infer.modules.lora import AdapterRows
 from nxd_infer.ops import remember_last, remember_tokens, step_rows
+from nxd_infer.ops.attention import cache_shape
 from nxd_models.rope import share_rotary
 from nxd_models.serving.adapter_slots import AdapterSlots
 from nxd_models.serving.kv_cache import LayerCache, StateList
@@ -98,6 +99,7 @@ class DecoderStep(nn.Module):
         bias_slots: int = BIAS_SLOTS,
         adapters: AdapterSlots | None = None,
         draft_tokens: int = 0,
+        kv_cache_dtype: torch.dtype | None = None,
     ):
         super().__init__(config, dtype)
         if slots < 1:
@@ -127,9 +129,10 @@ class DecoderStep(nn.Module):
             self.nxd_inputs["adapter"] = adapters.input()
         layers = config.num_layers
         kv_heads = gqa_plan(config.num_heads, config.num_kv_heads, current_context().tp.degree).kv_heads_per_rank
-        self.cache_shape = (slots + 1, kv_heads, max_len, config.head_dim)
-        self.k_cache = StateList(layers, self.cache_shape, dtype)
-        self.v_cache = StateList(layers, self.cache_shape, dtype)
+        held = kv_cache_dtype or dtype
+        self.cache_shape = cache_shape(slots + 1, kv_heads, max_len, config.head_dim, held)
+        self.k_cache = StateList(layers, self.cache_shape, held)
+        self.v_cache = StateList(layers, self.cache_shape, held)
         vocabulary = (slots + 1, config.vocab_size)
         self.register_buffer("token_counts", torch.zeros(vocabulary, dtype=torch.int32), persistent=False)
         self.register_buffer("prompt_seen", torch.zeros(vocabulary, dtype=torch.bool), persistent=False)

@@ -7,16 +7,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nxd_infer.ops.packed import SCALE_BYTES
+
 
 class LayerCache(NamedTuple):
     """One layer's cache and the places of this step's rows in it; see ``nxd_infer.ops.cache_attention``."""
 
     keys: Tensor
-    """[N, K, L, D], changed in place."""
+    """[N, K, L, D], or int8 [N, K, L, D + 4], changed in place."""
     values: Tensor
     block_table: Tensor
     start: Tensor
     length: Tensor
+
+    @property
+    def head_dim(self) -> int:
+        """D: the numbers of an entry."""
+        *_, width = self.keys.shape
+        return width - SCALE_BYTES if self.keys.dtype == torch.int8 else width
 
 
 class StateList(nn.Module):

@@ -88,6 +88,13 @@ class TaskOptions:
         None, "Sequences that a decoder holds at once. Default: the largest batch size.", kind=int, minimum=1
     )
     model_name: str | None = option(None, "What a server calls the model. Default: the directory's name.")
+    kv_cache_dtype: str = option(
+        "auto",
+        "Dtype of keys and values in a decoder's cache: int8 with a scale per position and head, or that of the "
+        "arithmetic.",
+        flag="--kv-cache-dtype",
+        choices=("auto", "int8"),
+    )
     bias_slots: int = option(BIAS_SLOTS, "Tokens that a request may bias.", kind=int, minimum=0)
     pooling: str | None = option(None, "Of an embedding model. Default: what its directory says, else mean.")
     normalize: bool | None = option(None, "Of an embedding model. Default: what its directory says, else True.")

@@ -72,6 +72,12 @@ def plan(options: TaskOptions) -> TaskPlan:
             f"lora_slots = {options.lora_slots}: a model with an encoder has no slots for adapters; merge the adapter "
             "into the model and trace that"
         )
+    rounds = options.kv_cache_dtype != "auto"
+    if rounds and (task != "generate" or directory.spec.encodes_prompts or getattr(directory.config, "why_whole", "")):
+        raise ModelConfigError(
+            f"kv_cache_dtype = {options.kv_cache_dtype!r}: this {directory.config.model_type} model, traced for "
+            f"{task!r}, is no decoder with a cache of ours; leave it out"
+        )
     result = _plan_generate(directory, options) if task == "generate" else _plan_encode(directory, task, options)
     path = directory.path
     result.metadata["model_name"] = options.model_name or path.resolve().name
@@ -137,6 +143,8 @@ def _plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
     kwargs: dict[str, Any] = {"model_dir": str(directory.path), "task": "generate", "dtype": dtype}
     kwargs |= {"slots": slots, "max_len": max_len, "bias_slots": bias_slots, "draft_tokens": speculate}
     kwargs |= {} if lora is None else {"adapters": lora}
+    rounds = options.kv_cache_dtype != "auto"
+    kwargs |= {"kv_cache_dtype": dtype_of(options.kv_cache_dtype)} if rounds else {}
     file = GenerationConfig.of(directory.path)
     bos, eos = file.special_tokens(config)
     metadata: dict[str, Any] = {
@@ -155,6 +163,7 @@ def _plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
         "top_logprobs": TOP_LOGPROBS,
         "bias_slots": bias_slots,
         **({"encodes_prompts": True} if whole else {}),
+        **({"kv_cache_dtype": options.kv_cache_dtype} if rounds else {}),
         **({"generation_without_effect": unused} if (unused := file.without_effect()) else {}),
         **({} if lora is None else {"lora": lora.metadata()}),
         **({"speculate": speculate} if speculate else {}),

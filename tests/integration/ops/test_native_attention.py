@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nxd_infer import native
 from tests.support.needs import needs_native
-from tests.support.ops.native_attention import NAN, bf16, check, f16, f32, f64, step
+from tests.support.ops.native_attention import NAN, bf16, check, eight_bits, f16, f32, f64, i8, step
 
 pytestmark = needs_native
 
@@ -38,18 +38,19 @@ SHAPES = {
 @given(
     **SHAPES,
     dtype=st.sampled_from([f32, bf16]),
+    cache=st.sampled_from([None, i8]),
     full=st.booleans(),
     seed=st.integers(0, 2**20),
 )
 def test_equals_the_reference_in_float64(
-    operator, seed, rows, queries, kv_heads, group, dim, block, blocks, dtype, full
+    operator, seed, rows, queries, kv_heads, group, dim, block, blocks, dtype, cache, full
 ):
-    check(operator, step(seed, rows, queries, kv_heads, group, dim, block, blocks, dtype, full=full))
+    check(operator, step(seed, rows, queries, kv_heads, group, dim, block, blocks, dtype, cache, full=full))
 
 
 @pytest.mark.parametrize(
     ("dtype", "cache"),
-    [(f64, f64), (f16, f16), (f32, bf16), (f32, f16), (f64, f32), (f64, bf16), (f16, f32)],
+    [(f64, f64), (f16, f16), (f32, bf16), (f32, f16), (f64, f32), (f64, bf16), (f16, f32), (f16, i8), (f64, i8)],
 )
 def test_other_dtypes_and_caches_of_another_dtype(operator, dtype, cache):
     for queries in (1, 30):
@@ -60,11 +61,11 @@ def test_a_prompt_of_thousands(operator):
     check(operator, step(2, 1, 1500, 1, 2, 64, 800, 2, torch.bfloat16, full=True))
 
 
-@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize(("dtype", "cache"), [(f32, f32), (bf16, bf16), (bf16, i8)])
 @pytest.mark.parametrize(("queries", "group"), [(1, 2), (3, 2), (40, 2), (1, 40)])
-def test_bits_depend_neither_on_threads_nor_on_the_batch(operator, dtype, queries, group):
+def test_bits_depend_neither_on_threads_nor_on_the_batch(operator, dtype, cache, queries, group):
     """Seven rows are cut by tiles, one row by pieces of its context; the other rows are broken."""
-    whole = step(3, 7, queries, 5, group, 64, 300, 2, dtype, full=True)
+    whole = step(3, 7, queries, 5, group, 64, 300, 2, dtype, cache, full=True)
     whole.q[1:].fill_(NAN)
     threads = torch.get_num_threads()
     results = []
@@ -79,11 +80,33 @@ def test_bits_depend_neither_on_threads_nor_on_the_batch(operator, dtype, querie
         assert torch.equal(other, results[0])
 
 
-def test_a_broken_row_is_seen_as_broken(operator):
-    call = step(4, 2, 1, 2, 2, 64, 200, 1, full=True)
-    call.k[1] = NAN
+@pytest.mark.parametrize("cache", [f32, i8])
+@pytest.mark.parametrize("broken", [NAN, float("inf")])
+def test_a_broken_row_is_seen_as_broken(operator, cache, broken):
+    call = step(4, 2, 1, 2, 2, 64, 200, 1, f32, cache, full=True)
+    call.v[1, :, :, 7] = broken
     result = call.copy().run(operator)
-    assert result[0].isfinite().all() and result[1].isnan().all()
+    assert result[0].isfinite().all() and not result[1].isfinite().all(-1).any()
+
+
+def test_a_cache_of_eight_bits_holds_each_entry_to_a_254th_of_its_largest_number(operator):
+    """Zeros, tiny and large numbers; D numbers take D + 4 bytes."""
+    call = step(4, 2, 5, 2, 1, 64, 8, 1, bf16, i8, full=True)
+    call.k.mul_(torch.tensor([0.0, 1e-30, 1.0, 1e4, 1e37]).view(1, 5, 1, 1).to(bf16))
+    call = replace(call, start=torch.zeros_like(call.start))
+    call.run(operator)
+    assert call.k_cache.nbytes == call.k_cache.shape[0] * 2 * 8 * (64 + 4)
+    written = call.k_cache[call.table[:, 0], :, :5].transpose(1, 2)
+    numbers = written[..., :64].float() * written[..., 64:].contiguous().view(f32)
+    most = call.k.float().abs().amax(-1, keepdim=True)
+    assert ((numbers - call.k.float()).abs() <= most / 253.9).all()
+    assert torch.equal(written[:, 2:4], eight_bits(call.k.float())[:, 2:4])
+
+
+def test_a_cache_of_eight_bits_without_scales_is_refused(operator):
+    call = step(4, 1, 1, 1, 1, 16, 8, 1, f32, i8, full=True)
+    with pytest.raises(RuntimeError, match=r"k_cache has shape \[2, 1, 8, 16\], not \[2, 1, 8, 20\]"):
+        replace(call, k_cache=call.k_cache[..., :16]).run(operator)
 
 
 def test_scores_far_apart(operator):

@@ -24,6 +24,14 @@ BOUNDS = {
     torch.bfloat16: (2.0**-7, 2.0**-7),
 }
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+i8 = torch.int8
+
+
+def eight_bits(x: Tensor) -> Tensor:
+    """Entries of an int8 cache: with a scale that is NaN where ``x`` is."""
+    scale = (x.float().abs().amax(-1) / 127).clamp_min(1e-30)
+    q = (x.float() / scale[..., None]).nan_to_num().round().to(i8)
+    return torch.cat([q, scale[..., None].view(i8)], -1)
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,8 @@ class Step:
     def wide(self) -> Step:
         """In float64, with the new entries rounded as the cache rounds them."""
         cache = self.k_cache.dtype
+        if cache == i8:
+            return replace(self.copy(), q=self.q.double(), k=self.k.double(), v=self.v.double())
         return Step(
             self.q.double(),
             self.k.to(cache).double(),
@@ -113,12 +123,13 @@ def step(
     table = torch.randperm(rows * blocks, generator=generator).view(rows, blocks)
     caches = []
     for _ in range(2):
-        history = torch.randn(rows, blocks, block, kv_heads, dim, generator=generator).to(cache or dtype)
+        history = torch.randn(rows, blocks, block, kv_heads, dim, generator=generator)
+        history = history if cache == i8 else history.to(cache or dtype)
         stale = torch.arange(room).view(1, blocks, block) >= start[:, None, None]
         history[stale] = NAN
-        whole = torch.full((rows * blocks + 1, kv_heads, block, dim), NAN, dtype=cache or dtype)
+        whole = torch.full((rows * blocks + 1, kv_heads, block, dim), NAN, dtype=history.dtype)
         whole[table] = history.transpose(2, 3)
-        caches.append(whole)
+        caches.append(eight_bits(whole) if cache == i8 else whole)
     return Step(q, k, v, caches[0], caches[1], table, start, length, dim**-0.5)
 
 
@@ -132,7 +143,7 @@ def check(operator: Any, call: Step) -> Tensor:
     live = call.live()
     torch.testing.assert_close(result[live].double(), expected[live], rtol=rtol, atol=atol)
     for mine, reference in ((found.k_cache, exact.k_cache), (found.v_cache, exact.v_cache)):
-        torch.testing.assert_close(mine[:-1].double(), reference[:-1], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(mine[:-1].double(), reference[:-1].double(), rtol=0, atol=0, equal_nan=True)
     return result
 
 
@@ -170,6 +181,8 @@ def check_every_kernel(library: Any) -> None:
     for dtype in (f32, bf16):
         for seed, shape in enumerate(EVERY_KERNEL):
             check(operator, step(seed, *shape, dtype, full=True))
+        for seed, shape in enumerate(EVERY_KERNEL[:: 1 if dtype == bf16 else 4]):
+            check(operator, step(seed, *shape, dtype, i8, full=True))
     check(operator, step(1, 1, 3, 1, 2, 64, 140, 2, f32, bf16, full=True))
     for queries in (1, 45):
         check_weights_add_up_to_one(operator, queries)
@@ -178,8 +191,9 @@ def check_every_kernel(library: Any) -> None:
 
 def check_few_queries_have_the_bits_of_one_each(operator: Any) -> None:
     shapes = [*itertools.product((2, 5, 16), (1, 2, 3, 8, 12)), (6, 12), (11, 12)]  # the last leave few rows in a tile
-    for dtype, (queries, group), dim in itertools.product((f32, bf16), shapes, (8, 64)):
-        whole = step(queries, 2, queries, 2, group, dim, 300, 1, dtype, full=True)
+    dtypes = ((f32, f32), (bf16, bf16), (bf16, i8))
+    for (dtype, cache), (queries, group), dim in itertools.product(dtypes, shapes, (8, 64)):
+        whole = step(queries, 2, queries, 2, group, dim, 300, 1, dtype, cache, full=True)
         together, alone = whole.copy().run(operator), whole.copy()
         for place in range(queries):
             one = {name: getattr(alone, name)[:, place : place + 1] for name in ("q", "k", "v")}

@@ -23,6 +23,21 @@ def written_out(q, history, scale):
     return out
 
 
+def test_a_cache_of_eight_bits_stands_for_rounded_keys_and_values():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = random_step(generator, 1, 5, 4, 2)
+    caches = [torch.full((2, 2, 6, D + 4), -1, dtype=torch.int8) for _ in "kv"]  # scales that are NaN
+    start, length = torch.tensor([0]), torch.tensor([5])
+    out = cache_attention(q, k, v, *caches, torch.tensor([[0]]), start, length, 0.5)
+    rounded = []
+    for x in (k, v):
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        rounded.append((x / scale).round() * scale)
+        assert 0 < (rounded[-1] - x).abs().max() <= scale.max() / 2 + 1e-6
+    history = [(rounded[0][0, : i + 1], rounded[1][0, : i + 1]) for i in range(5)]
+    assert torch.allclose(out[0].double(), written_out(q[0], history, 0.5), atol=1e-5)
+
+
 def random_step(generator, rows, steps, heads, kv_heads, dtype=torch.float32):
     def draw(n):
         return torch.randn(rows, steps, n, D, generator=generator, dtype=dtype)

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <initializer_list>
 #include <memory>
 #include <stdexcept>
@@ -35,6 +36,8 @@ void check_shape(const Tensor& x, std::initializer_list<int64_t> shape, const ch
     refuse(std::string(name) + " has shape " + text(sizes) + ", not " + text(shape));
   }
 }
+
+bool is_int8(const Tensor& x) { return x.scalar_type() == ScalarType::Char; }
 
 void check_floating(const Tensor& x, const char* name) {
   const auto type = x.scalar_type();
@@ -127,15 +130,51 @@ void check_rows(const Attention& x) {
   }
 }
 
+// Writes D numbers in eight bits and their scale, the largest of them / 127. A NaN makes the scale one.
+template <typename T>
+void round_row(const char* from, char* to, int64_t D) {
+  const T* x = reinterpret_cast<const T*>(from);
+  float most = 0;
+  for (int64_t d = 0; d < D; d++) {
+    const float size = std::abs(static_cast<float>(widen(x[d])));
+    most = size > most || size != size ? size : most;
+  }
+  const float scale = most == 0 ? 1 : most / 127;
+  for (int64_t d = 0; d < D; d++) {
+    const float q = std::nearbyint(static_cast<float>(widen(x[d])) / scale);
+    to[d] = static_cast<char>(q == q ? static_cast<int8_t>(std::clamp(q, -127.0f, 127.0f)) : 0);
+  }
+  std::memcpy(to + D, &scale, sizeof scale);
+}
+
+void round_row(ScalarType type, const char* from, char* to, int64_t D) {
+  switch (type) {
+    case ScalarType::Float:
+      return round_row<float>(from, to, D);
+    case ScalarType::BFloat16:
+      return round_row<BFloat16>(from, to, D);
+    case ScalarType::Half:
+      return round_row<c10::Half>(from, to, D);
+    default:
+      return round_row<double>(from, to, D);
+  }
+}
+
 // Writes the live positions of `from` [B, S, KH, D] into the cache; padding is not written.
 void write(const Attention& x, const Strided& from, const Strided& cache) {
-  const int64_t bytes = x.D * (x.cache_type == ScalarType::Double ? 8 : x.cache_type == ScalarType::Float ? 4 : 2);
+  const bool rounds = x.cache_type == ScalarType::Char;
+  const int64_t bytes = x.D * (x.kv_type == ScalarType::Double ? 8 : x.kv_type == ScalarType::Float ? 4 : 2);
   parallel_for(0, x.B * x.S, kWorkerBytes / (x.KH * bytes) + 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       const int64_t b = i / x.S, s = i % x.S, p = x.start[b] + s;
       if (s >= live(x, b)) continue;
       for (int64_t kh = 0; kh < x.KH; kh++) {
-        std::memcpy(cache.at(x.table[b * x.n + p / x.L], kh, p % x.L), from.at(b, s, kh), bytes);
+        char* to = cache.at(x.table[b * x.n + p / x.L], kh, p % x.L);
+        if (rounds) {
+          round_row(x.kv_type, from.at(b, s, kh), to, x.D);
+        } else {
+          std::memcpy(to, from.at(b, s, kh), bytes);
+        }
       }
     }
   });
@@ -264,22 +303,24 @@ Attention checked(Operands& all, const Tensor& out, double scale) {
   }
   check_shape(k, {B, S, KH, D}, "k");
   check_shape(v, {B, S, KH, D}, "v");
-  check_shape(k_cache, {N, KH, L, D}, "k_cache");
-  check_shape(v_cache, {N, KH, L, D}, "v_cache");
+  const int64_t width = is_int8(k_cache) ? D + static_cast<int64_t>(sizeof(float)) : D;
+  check_shape(k_cache, {N, KH, L, width}, "k_cache");
+  check_shape(v_cache, {N, KH, L, width}, "v_cache");
   check_shape(table, {B, n}, "block_table");
   check_shape(all.start, {B}, "start");
   check_shape(all.length, {B}, "length");
-  for (const Tensor* x : {&q, &k, &v, &k_cache, &v_cache}) check_floating(*x, "an operand");
+  for (const Tensor* x : {&q, &k, &v}) check_floating(*x, "an operand");
+  if (!is_int8(k_cache)) check_floating(k_cache, "a cache that is not int8");
   if (v_cache.scalar_type() != k_cache.scalar_type()) refuse("the caches differ in dtype");
   if (D > 1 && (k_cache.stride(3) != 1 || v_cache.stride(3) != 1)) refuse("the caches' last dimension is not dense");
   q = fitting(q, q);
-  for (Tensor* x : {&k, &v}) *x = fitting(*x, k_cache);
+  for (Tensor* x : {&k, &v}) *x = fitting(*x, is_int8(k_cache) ? k : k_cache);
   table = integers(table, "block_table");
   all.start = integers(all.start, "start");
   all.length = integers(all.length, "length");
   const auto numbers = [](const Tensor& x) { return static_cast<const int64_t*>(x.data_ptr()); };
   return {
-      q.scalar_type(), k_cache.scalar_type(), B, S, KH, H / KH, D, N, L, n, scale, strided(q), strided(k), strided(v),
+      q.scalar_type(), k.scalar_type(), k_cache.scalar_type(), B, S, KH, H / KH, D, N, L, n, scale, strided(q), strided(k), strided(v),
       strided(out), strided(k_cache), strided(v_cache), numbers(table), numbers(all.start), numbers(all.length)};
 }
 
@@ -326,7 +367,8 @@ std::unique_ptr<Planned> plan_attention(const PlannedArgument* arguments) {
   for (const Tensor* x : {&all.table, &all.start, &all.length}) {
     if (!x->is_contiguous()) return nullptr;
   }
-  if (all.k.dtype() != all.k_cache.dtype() || all.v.dtype() != all.v_cache.dtype()) return nullptr;
+  const Tensor& stored = is_int8(all.k_cache) ? all.k : all.k_cache;
+  if (all.k.dtype() != stored.dtype() || all.v.dtype() != stored.dtype()) return nullptr;
   const Tensor out = new_like(all.q, shape_of(all.q));
   return std::make_unique<PlannedAttention>(checked(all, out, arguments[8].number));
 }

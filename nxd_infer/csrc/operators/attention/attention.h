@@ -24,11 +24,11 @@ struct Strided {
 
 // The operands of one call. Shapes as in nxd_infer/ops/attention.py; G = H / KH.
 struct Attention {
-  torch::headeronly::ScalarType q_type, cache_type;
+  torch::headeronly::ScalarType q_type, kv_type, cache_type;
   int64_t B, S, KH, G, D, N, L, n;
   double scale;
-  Strided q, k, v, out;      // [B, S, H or KH, D]; k and v in the dtype of the caches
-  Strided k_cache, v_cache;  // [N, KH, L, D]
+  Strided q, k, v, out;      // [B, S, H or KH, D]; k and v in the dtype of the caches, unless these are int8
+  Strided k_cache, v_cache;  // [N, KH, L, D]; int8 has D numbers and their scale, a float
   const int64_t* table;      // [B, n]
   const int64_t* start;      // [B]
   const int64_t* length;     // [B]

@@ -40,6 +40,15 @@ struct Loops {
     for (int64_t d = D; d < Dp; d++) to[d] = 0;
   }
 
+  // A row of eight bits, followed by its scale.
+  NXD_TARGET static NXD_INLINE void scale_row(const char* from, A* to, int64_t D, int64_t Dp) {
+    const int8_t* x = reinterpret_cast<const int8_t*>(from);
+    float scale;
+    std::memcpy(&scale, from + D, sizeof scale);
+    for (int64_t d = 0; d < D; d++) to[d] = static_cast<A>(static_cast<float>(x[d]) * scale);
+    for (int64_t d = D; d < Dp; d++) to[d] = 0;
+  }
+
   NXD_TARGET static void load_row(ScalarType type, const char* from, A* to, int64_t D, int64_t Dp) {
     switch (type) {
       case ScalarType::Float:
@@ -48,6 +57,8 @@ struct Loops {
         return widen_row<BFloat16>(from, to, D, Dp);
       case ScalarType::Half:
         return widen_row<c10::Half>(from, to, D, Dp);
+      case ScalarType::Char:
+        return scale_row(from, to, D, Dp);
       default:
         return widen_row<double>(from, to, D, Dp);
     }
