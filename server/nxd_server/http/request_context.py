@@ -105,7 +105,8 @@ def choose_model(request: Request, name: str | None) -> Service:
     """From here on, the request's context has the service of the model ``name``, which is returned. Raises as
     :meth:`Models.named`."""
     context = request.scope[CONTEXT] = copy.copy(context_of(request))
-    context.service, context.asked_for = context.models.named(name), name
+    context.asked_for = name
+    context.service = context.models.named(name)
     return context.service
 
 
