@@ -132,7 +132,7 @@ TRACE = ["trace", "MODEL", "--out", "a"]
         ([*TRACE, "--tp", "0"], ["--tp", "0", "1"]),
         ([*TRACE, "--tp", "two"], ["--tp", "it must be a whole number, got 'two'"]),
         ([*TRACE, "--dtype", "float16"], ["'float16' is not one of", "bfloat16"]),
-        ([*TRACE, "--backend", "eager", "--quantize", "int4"], ["int4", "'int8'"]),
+        ([*TRACE, "--backend", "eager", "--quantize", "int4-16"], ["int4-16", "'int8'"]),
         ([*TRACE, "--target", "z80"], ["z80"]),
         (["trace", "MODEL", "--out", "/etc/hostname/a"], ["/etc/hostname is not a directory", "choose another"]),
         (["ckpt", "reshard", "a", "b", "--tp", "0"], ["--tp", "it must be at least 1, got '0'"]),
