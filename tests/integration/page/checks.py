@@ -177,7 +177,7 @@ def test_the_routes_are_at_docs(opened):
         page.get_by_label("API key").fill("one")
         page.get_by_label("API key").press("Enter")
         page.locator("summary", has_text="POST /v1/completions").click()
-        form = page.get_by_role("table", name="POST /v1/completions").get_by_role("row", name="Body")
+        form = page.get_by_role("table", name="POST /v1/completions").get_by_role("row", name="Body application/json")
         expect(form).to_contain_text("CompletionBody")
         page.get_by_role("link", name="Chat").click()
         expect(field(page, "Message")).to_be_visible()
