@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from nxd_infer.hugging_face.quantized.fields import AnyCase, Block, Fields
-from nxd_infer.hugging_face.quantized.layers import NO_ACTIVATIONS, Layer, Stored, misfit, modules
+from nxd_infer.hugging_face.quantized.layers import NO_ACTIVATIONS, Layer, Stored, matrix, misfit, modules
 
 if TYPE_CHECKING:
     from nxd_infer.layout.sources import WeightSource
@@ -84,14 +84,16 @@ class CompressedTensors(Fields):
         kind = str(source.dtype(levels.name)).removeprefix("torch.")
         if kind not in (("int32",) if packed else ("int8", "float8_e4m3fn")):
             raise misfit(levels.name, f"it is {kind}, so it is not compressed")
-        sizes = source.read(f"{module}.weight_shape").tolist() if packed else source.shape(levels.name)
-        rows, columns = (*sizes, 1, 1)[:2]
+        rows, columns = matrix(source, levels.name)
+        if packed:
+            rows, columns = (*source.read(f"{module}.weight_shape").long().flatten().tolist(), 0, 0)[:2]
         scales = Stored(f"{module}.weight_scale")
-        count = (*source.shape(scales.name), 1, 1)[:2]
+        count = matrix(source, scales.name)
         shared = max(1, rows // max(1, count[0])), max(1, columns // max(1, count[1]))
         height, width = weights.block_structure or shared
         index = f"{module}.weight_g_idx"
-        index = index if index in source.keys() and int(source.read(index).min()) >= 0 else ""  # noqa: SIM118
+        if index not in source.keys() or bool((source.read(index) < 0).any()):  # noqa: SIM118
+            index = ""
         dtype = source.dtype(scales.name)
         layer = Layer(module, (rows, columns), dtype, (height, width), levels, scales, zeros, index)
         return layer.checked(source)

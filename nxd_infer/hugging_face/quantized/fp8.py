@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from nxd_infer.hugging_face.quantized.fields import Block, Fields
-from nxd_infer.hugging_face.quantized.layers import NO_ACTIVATIONS, Layer, Stored, misfit, modules
+from nxd_infer.hugging_face.quantized.layers import NO_ACTIVATIONS, Layer, Stored, matrix, misfit, modules
 
 if TYPE_CHECKING:
     from nxd_infer.layout.sources import WeightSource
@@ -29,7 +29,7 @@ class Fp8(Fields):
 
         for module, part in ((module, own) for own in SCALES for module in modules(source, own)):
             levels = Stored(f"{module}.weight")
-            rows, columns = (*source.shape(levels.name), 1, 1)[:2]
+            rows, columns = matrix(source, levels.name)
             if source.dtype(levels.name) != torch.float8_e4m3fn:
                 raise misfit(levels.name, f"it has a {part} and is {source.dtype(levels.name)}")
             height, width = self.weight_block_size or (rows, columns)

@@ -96,14 +96,14 @@ class Layer:
 
     @property
     def count(self) -> tuple[int, int]:  # of blocks in each dimension
-        return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
+        return -(-self.shape[0] // max(1, self.block[0])), -(-self.shape[1] // max(1, self.block[1]))
 
     def checked(self, source: WeightSource) -> Layer:
         """Return the layer. Raises CheckpointError if its tensors have other shapes or dtypes."""
         for one, sizes in ((self.levels, self.shape), (self.scales, self.count), (self.zeros, self.count)):
             if one is None:
                 continue
-            found, kind = (*source.shape(one.name), 1, 1)[:2], str(source.dtype(one.name)).removeprefix("torch.")
+            found, kind = matrix(source, one.name), str(source.dtype(one.name)).removeprefix("torch.")
             if found != (wanted := one.shape(*sizes)):
                 raise misfit(one.name, f"its shape is {list(found)}, expected {list(wanted)}")
             if (one.bits and kind != "int32") or (one is self.scales and kind not in SCALES):
@@ -150,6 +150,15 @@ def modules(source: WeightSource, part: str) -> list[str]:
     """Return the modules that have the tensor ``part``."""
     names = (name.rpartition(".") for name in source.keys())  # noqa: SIM118  (a source is not a mapping)
     return [module for module, _, own in names if own == part]
+
+
+def matrix(source: WeightSource, name: str) -> tuple[int, int]:
+    """Return the shape of a matrix; a vector is a column."""
+    shape = source.shape(name)
+    if len(shape) > 2:
+        raise misfit(name, f"its shape is {list(shape)}, expected a matrix")
+    rows, columns = (*shape, 1, 1)[:2]
+    return rows, columns
 
 
 def misfit(name: str, what: str) -> CheckpointError:

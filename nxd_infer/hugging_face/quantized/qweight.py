@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field
 
 from nxd_infer.errors import CheckpointError
 from nxd_infer.hugging_face.quantized.fields import AnyCase, Fields
-from nxd_infer.hugging_face.quantized.layers import WORD, Layer, Stored, modules
+from nxd_infer.hugging_face.quantized.layers import WORD, Layer, Stored, matrix, modules
 
 if TYPE_CHECKING:
     from nxd_infer.layout.sources import WeightSource
@@ -40,8 +40,8 @@ class Gptq(Fields):
             scales = Stored(f"{module}.scales", transposed=True)
             zeros = Stored(f"{module}.qzeros", self.bits, along=0, one_less=self.form == "gptq", transposed=True)
             index = f"{module}.g_idx" if f"{module}.g_idx" in names else ""
-            words, outputs = source.shape(levels.name)
-            inputs = source.shape(index)[0] if index else words * WORD // self.bits
+            words, outputs = matrix(source, levels.name)
+            inputs = matrix(source, index)[0] if index else words * WORD // self.bits
             block = 1, self.group_size if self.group_size > 0 else inputs
             layer = Layer(module, (outputs, inputs), source.dtype(scales.name), block, levels, scales, zeros, index)
             yield layer.checked(source)
@@ -70,6 +70,6 @@ class Awq(Fields):
                 Stored(f"{module}.{part}", self.bits, 0, order, transposed=True) for part in ("qweight", "qzeros")
             )
             scales = Stored(f"{module}.scales", transposed=True)
-            inputs, words = source.shape(levels.name)
+            inputs, words = matrix(source, levels.name)
             shape, size = (words * WORD // self.bits, inputs), self.group_size if self.group_size > 0 else inputs
             yield Layer(module, shape, source.dtype(scales.name), (1, size), levels, scales, zeros).checked(source)
