@@ -183,6 +183,8 @@ UP = "model.layers.0.mlp.up_proj"
             lambda t: t.update({f"{UP}.weight_g_idx": t[f"{UP}.weight_g_idx"][1:]}),
             r"g_idx: its shape is \[127\], expected \[128\]",
         ),
+        ("gptq", lambda t: t.update({f"{UP}.qweight": t[f"{UP}.qweight"][None]}), r"\[1, 16, 256\], expected a matrix"),
+        ("gptq", lambda t: t.update({f"{UP}.qweight": t[f"{UP}.qweight"].flatten()}), r"up_proj\.q.*: its shape is"),
         ("gptq", lambda t: t.pop(f"{UP}.scales"), r"no tensor '.*up_proj\.scales'"),
         (
             "awq",
