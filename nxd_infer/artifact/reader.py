@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import stat
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -131,12 +132,12 @@ class LoadedArtifact:
     def verify(self, *, again: bool = True) -> None:
         """Hash every file; with ``again=False`` no weights that are as another process has verified them since the
         machine started. Raises ArtifactCorruptError naming one that differs from its record."""
-        files = self.manifest.files
+        files, begin = self.manifest.files, time.time_ns()
         known = {} if again else recalled(self.path, {name: files[name] for name in files if name in self._weights})
         self.stamps.update(verify_files(self.path, files, files.keys() - known.keys()))
         self.stamps.update(known)
         if not again and self._weights - known.keys():
-            remember(self.path, files, {name: self.stamps[name] for name in self._weights})
+            remember(self.path, files, {name: self.stamps[name] for name in self._weights}, begin)
 
     def verify_again(self, rank: int) -> None:
         """Before rank ``rank`` reads anything, hash the files that it will read and that may have changed since they

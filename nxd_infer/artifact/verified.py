@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -61,10 +60,11 @@ def recalled(root: Path, files: Mapping[str, FileSpec]) -> dict[str, Stamp]:
     return found
 
 
-def remember(root: Path, files: Mapping[str, FileSpec], stamps: Mapping[str, Stamp]) -> None:
-    """Record that ``files`` below ``root`` had these ``stamps`` when they were verified, if there is a cache. Those
-    that had just been written are left out: a file system's clock may not show that they change again."""
-    young = time.time_ns() - _YOUNG
+def remember(root: Path, files: Mapping[str, FileSpec], stamps: Mapping[str, Stamp], begin: int) -> None:
+    """Record that ``files`` below ``root`` had these ``stamps`` when they were verified, which began at ``begin``
+    (``time.time_ns()``), if there is a cache. Those that had just been written then are left out: a file system's clock
+    may not show that they changed again."""
+    young = begin - _YOUNG
     kept = {name: (files[name].blake3, stamp) for name, stamp in stamps.items() if stamp[-1] < young}
     with contextlib.suppress(*_UNREADABLE):
         path = _record(root)

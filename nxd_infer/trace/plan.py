@@ -194,7 +194,10 @@ def make_plan(request: TraceRequest) -> TracePlan:
 
 def _sizes(request: TraceRequest, built: list[Built], tokens: int) -> dict[str, Any]:
     options = request.options
-    form = request.backend.quantizations[options.quantize] if options.quantize else None
+    forms = request.backend.quantizations
+    form = forms[options.quantize] if options.quantize else None
+    vocabulary = (options.metadata or {}).get("vocab_size")
+    heads = () if vocabulary is None else (vocabulary, -(-vocabulary // options.tp_degree))
     states: dict[str, int] = {}
     weights: dict[str, int] = {}
     shapes: dict[str, Sequence[int]] = {}
@@ -206,7 +209,10 @@ def _sizes(request: TraceRequest, built: list[Built], tokens: int) -> dict[str, 
                 shapes[name] = tensor.shape
                 owner = one.module.get_submodule(name.rpartition(".")[0])
                 linear = tensor.dim() > 1 and tensor.is_floating_point() and not hasattr(owner, "num_embeddings")
-                held[name] = form.nbytes(tensor.shape) if form is not None and linear else weights[name]
+                held[name] = weights[name]
+                if form is not None and linear:
+                    own = forms.get("int8", form) if tensor.dim() == 3 or tensor.shape[0] in heads else form
+                    held[name] = own.nbytes(tensor.shape)
     module = built[0].module
     costs = describe_partition(module, stage_cuts(options, module)) if options.pp_degree > 1 else []
     whole = sum(stage.cost for stage in costs) or 1.0
@@ -217,7 +223,7 @@ def _sizes(request: TraceRequest, built: list[Built], tokens: int) -> dict[str, 
         "working_bytes": activation_bytes(
             tokens,
             [(shape, weights[name]) for name, shape in shapes.items()],
-            (options.metadata or {}).get("vocab_size"),
+            vocabulary,
             options.tp_degree,
         ),
         "largest_tensor_bytes": max([*weights.values(), 0]),

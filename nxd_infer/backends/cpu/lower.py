@@ -14,10 +14,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from nxd_infer import native
 from nxd_infer.backends.cpu import packing
-from nxd_infer.backends.cpu.encodings import PACKED, PACKED_INT8, PACKED_OPTION, QUANTIZATIONS, QUANTIZE, ROUNDED
+from nxd_infer.backends.cpu.encodings import (
+    PACKED,
+    PACKED_INT8,
+    PACKED_OPTION,
+    QUANTIZATIONS,
+    QUANTIZE,
+    ROUNDED,
+    int4_form,
+)
 from nxd_infer.backends.cpu.fuse import fuse
 from nxd_infer.backends.cpu.scaled import separate_scales
+from nxd_infer.errors import TraceConfigError
 from nxd_infer.graph import passes
 from nxd_infer.graph.canonical import Graph, weight_nodes
 from nxd_infer.graph.ir import IN_PLACE, graph_to_ir
@@ -28,6 +38,8 @@ from nxd_infer.ops import COMPOSITE
 _BEFORE_PACKING = {op: plain for op, plain in COMPOSITE.items() if op is not torch.ops.nxd.expert_linear.default}
 """Composites of which the plain form is never packed: an expert's matrix is known by its operator."""
 
+MOST_WITHOUT_OPERATORS = 16 << 20
+"""Most weights in four bits that PyTorch packs and multiplies by: it takes eight seconds for a million."""
 PROGRAM_FILE = "program.json"
 """File beside ``ir.json``: the graph after these passes."""
 
@@ -124,6 +136,12 @@ def _choose(
     form = PACKED if quantization is None else quantization.encoding
     found = packing.choose(nodes, minimum, form, packing.heads(graphs) if form != PACKED else ())
     if library is None:  # then packed weights are slower than plain ones
+        sizes = {name: node.meta["val"].numel() for some in nodes for name, node in some.items()}
+        if sum(sizes[name] for name, form in found.items() if int4_form(form)) > MOST_WITHOUT_OPERATORS:
+            raise TraceConfigError(
+                f"quantize={options[QUANTIZE]!r} needs native operators for a model of this size: "
+                f"{native.availability().reason}; or quantize to int8"
+            )
         return {name: form for name, form in found.items() if form in ROUNDED}
     return found
 

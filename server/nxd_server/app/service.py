@@ -196,6 +196,7 @@ class Service:
             from nxd_server.engine.draft_model import check_draft, check_tokenizers
 
             self._draft = load_artifact(settings.draft, later=True)
+            self._draft.check_kernel(settings.allow_kernel)
             check_draft(self.manifest, self._draft.manifest)
             check_tokenizers(self._loaded, self._draft)
 

@@ -16,6 +16,7 @@ import nxd_infer as nxd
 from nxd_infer import native
 from nxd_infer.backends import registry as backends
 from nxd_infer.backends.base import check_quantize
+from nxd_infer.backends.cpu import lower
 from nxd_infer.backends.cpu.encodings import INT4, PACKED, PACKED_INT8, PACKED_OPTION, QUANTIZATIONS, QUANTIZE
 from nxd_infer.errors import TraceConfigError
 from nxd_infer.graph.export import Step
@@ -105,6 +106,18 @@ def test_without_a_compiler_the_backend_computes_the_same(tmp_path: Path) -> Non
     environment = {**os.environ, "NXD_INFER_CACHE": str(tmp_path), "CXX": "no-such-compiler"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_large_model_in_four_bits_is_refused_without_native_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lower, "MOST_WITHOUT_OPERATORS", 32 * 64)
+    options, x = {PACKED_OPTION: 1, QUANTIZE: "int4"}, torch.randn(4, 32)
+
+    def lowered(inner: int) -> None:
+        entries([Step(nn.Sequential(nn.Linear(32, inner), nn.Linear(inner, 8)), {"input": x})], None, options)
+
+    lowered(64)
+    with pytest.raises(TraceConfigError, match=r"quantize='int4' needs native operators .* or quantize to int8"):
+        lowered(65)
 
 
 class Routed(nn.Module):

@@ -14,7 +14,11 @@
 #include <string>
 #include <vector>
 
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
 #pragma GCC optimize("fp-contract=off")  // the same rounding as PyTorch's, operation by operation
+#endif
 
 namespace nxd {
 namespace {

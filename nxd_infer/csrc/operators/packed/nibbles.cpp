@@ -16,7 +16,11 @@
 #pragma GCC diagnostic pop
 #endif
 
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
 #pragma GCC optimize("fp-contract=off")  // every product is rounded, with all instructions
+#endif
 
 namespace nxd {
 namespace {
