@@ -75,6 +75,7 @@ def consolidate_checkpoint(
                     f"{beside} lacks {adapter_file(name)}, the configuration of an adapter that the checkpoint holds; "
                     "copy the adapter_config.json of PEFT there under that name"
                 )
+        format_in(beside)  # which refuses, before anything is written
         written = _write(own, out, dtype, progress)
         _copy_files(beside, out, [adapter_file(name) for name in adapters])
         for name, weights in adapters.items():
@@ -115,6 +116,7 @@ def export_hugging_face(
         raise ModelConfigError(f"{config} has no {CONFIG}: pass the directory of the model that was trained")
     if out.exists() and out.samefile(config):
         raise CheckpointError(f"{out} is the directory of the configuration itself; write to another one")
+    format_in(config)  # which refuses, before anything is written
     archive = open_archive(path, tag, ["model"], config, rules)
     source: WeightSource = RunsSource(archive.pieces("model"))
     require_no_adapter(source, archive.where)
@@ -133,14 +135,13 @@ def export_hugging_face(
 
 def _copy_files(model_dir: Path, out: Path, without: Sequence[str] = ()) -> None:
     """Copy what is beside the weights in a Hugging Face directory: the configuration and the tokenizer."""
-    if out.samefile(model_dir):
-        return
-    for file in sorted(model_dir.iterdir()):
+    for file in [] if out.samefile(model_dir) else sorted(model_dir.iterdir()):
         if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name not in without:
             shutil.copyfile(file, out / file.name)
     file = out / CONFIG
     if format_in(out) is not None:  # what is written is plain
-        file.write_text(json.dumps(dequantized(json.loads(file.read_bytes()), str(file)), indent=1))
+        with replacing(file) as temporary:
+            temporary.write_text(json.dumps(dequantized(json.loads(file.read_bytes()), str(file)), indent=1))
 
 
 def _write(source: WeightSource, out: Path, dtype: torch.dtype | None, progress: Progress) -> Path:

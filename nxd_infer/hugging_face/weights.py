@@ -18,7 +18,7 @@ from nxd_infer.context import current_context
 from nxd_infer.errors import CheckpointError, WeightMismatchError
 from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.hugging_face.quantized.formats import format_in
-from nxd_infer.hugging_face.quantized.source import DequantizedSource
+from nxd_infer.hugging_face.quantized.source import DequantizedSource, check_plain
 from nxd_infer.hugging_face.stored import StackedWeight, StoredWeight, stored_as
 from nxd_infer.hugging_face.tied_head import EMBEDDINGS, check_tied_head
 from nxd_infer.layout import restore_attributes, weight_layout
@@ -190,9 +190,12 @@ def _spellings(name: str, prefixes: Sequence[str]) -> Iterable[str]:
 
 def stored_weights(path: str | os.PathLike[str]) -> WeightSource:
     """Open safetensors, a file or a directory; weights that the ``config.json`` beside them calls quantised are read
-    dequantised. Raises CheckpointError naming the file, ModelConfigError for a form that is not read."""
+    dequantised. Raises CheckpointError naming the file, or a weight quantised otherwise; ModelConfigError for a form
+    that is not read."""
     path = Path(path)
-    source, form = SafetensorsSource(path), format_in(path) if path.is_dir() else None
+    source, form = SafetensorsSource(path), format_in(path if path.is_dir() else path.parent)
+    if form is None:
+        check_plain(source, source.keys())
     return source if form is None else DequantizedSource(source, form)
 
 

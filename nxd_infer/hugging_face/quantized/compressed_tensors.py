@@ -22,6 +22,7 @@ class Weights(Fields):
     num_bits: Literal[2, 4, 8] = 8
     symmetric: bool = True
     strategy: Annotated[Literal["tensor", "channel", "group", "block"], AnyCase] = "group"
+    group_size: int = 0
     block_structure: Block | None = None
 
 
@@ -90,7 +91,8 @@ class CompressedTensors(Fields):
         scales = Stored(f"{module}.weight_scale")
         count = matrix(source, scales.name)
         shared = max(1, rows // max(1, count[0])), max(1, columns // max(1, count[1]))
-        height, width = weights.block_structure or shared
+        grouped = weights.strategy == "group" and weights.group_size > 0
+        height, width = weights.block_structure or ((1, weights.group_size) if grouped else shared)
         index = f"{module}.weight_g_idx"
         if index not in source.keys() or bool((source.read(index) < 0).any()):  # noqa: SIM118
             index = ""

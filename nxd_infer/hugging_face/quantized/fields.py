@@ -24,15 +24,15 @@ class Fields(BaseModel):
 Kind = TypeVar("Kind", bound=Fields)
 
 
-def checked(kind: type[Kind], given: Mapping[str, Any], origin: str) -> Kind:
+def checked(kind: type[Kind], given: Mapping[str, Any], origin: str, field: str = FIELD) -> Kind:
     """Read an object; null means absent. Raises ModelConfigError naming the field, its value and what can be read."""
     try:
         return kind.model_validate(_present(given))
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, (FIELD, *first["loc"])))
+        name = ".".join(map(str, (field, *first["loc"])))
         value = "" if first["type"] == "missing" else f" = {first['input']!r}"
-        raise ModelConfigError(f"{origin}: {field}{value}: {first['msg']}; use the model in another form") from None
+        raise ModelConfigError(f"{origin}: {name}{value}: {first['msg']}; use the model in another form") from None
 
 
 def _present(given: Any) -> Any:

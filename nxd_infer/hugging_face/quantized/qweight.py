@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field
 
 from nxd_infer.errors import CheckpointError
 from nxd_infer.hugging_face.quantized.fields import AnyCase, Fields
-from nxd_infer.hugging_face.quantized.layers import WORD, Layer, Stored, matrix, modules
+from nxd_infer.hugging_face.quantized.layers import WORD, Layer, Stored, matrix, misfit, modules
 
 if TYPE_CHECKING:
     from nxd_infer.layout.sources import WeightSource
@@ -22,6 +22,7 @@ class Gptq(Fields):
     notes: ClassVar = ()
     bits: Literal[2, 4, 8]
     group_size: int
+    desc_act: bool = False
     form: Literal["gptq", "gptq_v2"] = Field("gptq", validation_alias=AliasChoices("checkpoint_format", "format"))
     """The first stores zeros as one less."""
     pack_dtype: Literal["int32"] = "int32"
@@ -42,6 +43,8 @@ class Gptq(Fields):
             index = f"{module}.g_idx" if f"{module}.g_idx" in names else ""
             words, outputs = matrix(source, levels.name)
             inputs = matrix(source, index)[0] if index else words * WORD // self.bits
+            if self.desc_act and not index and 0 < self.group_size < inputs:
+                raise misfit(levels.name, "desc_act is true, and it has no g_idx that tells the group of each input")
             block = 1, self.group_size if self.group_size > 0 else inputs
             layer = Layer(module, (outputs, inputs), source.dtype(scales.name), block, levels, scales, zeros, index)
             yield layer.checked(source)

@@ -8,10 +8,33 @@ import torch
 from torch import Tensor
 
 from nxd_infer.errors import CheckpointError
+from nxd_infer.hugging_face.quantized.fp8 import SCALES
 from nxd_infer.hugging_face.quantized.layers import Format
 from nxd_infer.layout.sources import Slices, WeightSource
 
-_NOT_PLAIN = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32)
+_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_INTEGERS = (torch.int8, torch.uint8, torch.int32)
+
+
+def check_plain(source: WeightSource, names: Iterable[str], form: Format | None = None) -> None:
+    """Raise CheckpointError for one of ``names`` that is quantised and not by ``nxd_infer.quantization``."""
+    held = set(names)
+    for name in sorted(held):
+        module, _, part = name.rpartition(".")
+        try:
+            kind = source.dtype(name)
+        except CheckpointError:  # is told if it is read
+            continue
+        if form is not None:
+            refused = kind in _FLOATS or (kind in _INTEGERS and "weight" in name)
+        elif kind in _FLOATS:
+            refused = part != "weight" or f"{module}.scale" not in held
+        else:
+            scaled = part == "weight" and any(f"{module}.{one}" in held for one in (*SCALES, "SCB"))
+            refused = kind in _INTEGERS and (scaled or part in ("qweight", "weight_packed"))
+        if refused:
+            why = f"as {form}" if form else "without a quantization_config; a quantize_config.json is not read"
+            raise CheckpointError(f"{name} is stored as {kind}, which config.json does not explain ({why})")
 
 
 class DequantizedSource:
@@ -25,9 +48,7 @@ class DequantizedSource:
         self._layers = {f"{layer.module}.weight": layer for layer in form.layers(source)}
         used = {f"{layer.module}.{part}" for layer in self._layers.values() for part in form.parts}
         self._plain = [name for name in source.keys() if name not in used]  # noqa: SIM118  (not a mapping)
-        for name in self._plain:
-            if "weight" in name and (kind := source.dtype(name)) in _NOT_PLAIN:
-                raise CheckpointError(f"{name} is stored as {kind}, which config.json does not explain ({form})")
+        check_plain(source, self._plain, form)
 
     def keys(self) -> Iterable[str]:
         return [*self._plain, *self._layers]

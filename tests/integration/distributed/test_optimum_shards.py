@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nxd_infer.checkpoint import consolidate_checkpoint
-from nxd_infer.errors import CheckpointError
+from nxd_infer.errors import CheckpointError, ModelConfigError
 from tests.support.checkpoint.reference import write as write_file
 from tests.support.distributed.memory import MIB, growth
 from tests.support.ranks import run_ranks
@@ -112,6 +112,19 @@ def test_shards_become_whole_weights(tmp_path: Path, kind: str, start: str, form
     consolidate_checkpoint(folder / start, tmp_path / "out")
     require_whole(tmp_path / "out")
     assert (tmp_path / "out/config.json").exists()
+
+
+def test_weights_beside_their_configuration_are_plain(tmp_path: Path):
+    folder = write(tmp_path / "in", "json", table())
+    for method in ("hqq", "fp8"):
+        (folder / "config.json").write_text(json.dumps({"a": 1, "quantization_config": {"quant_method": method}}))
+        if method == "hqq":
+            with pytest.raises(ModelConfigError, match="quant_method = 'hqq'"):
+                consolidate_checkpoint(folder, folder)
+            assert not (folder / "model.safetensors").exists()
+    consolidate_checkpoint(folder, folder)
+    assert json.loads((folder / "config.json").read_text()) == {"a": 1}
+    require_whole(folder)
 
 
 def test_each_pipeline_stage_is_read_by_its_own_table(tmp_path: Path):

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nxd_infer.errors import CheckpointError, ModelConfigError
+from nxd_infer.hugging_face.quantized.formats import dequantized
 from nxd_infer.hugging_face.weights import stored_weights, weights
 from nxd_infer.layout.sources import SafetensorsSource
 from nxd_models.registry import load_config, load_model
@@ -39,6 +40,7 @@ FORMS = {
     "compressed, 4 bits, act-order": (compressed_config(4, 64), quantized.compressed(4, 64, False, True)),
     "compressed, a group per output": (compressed_config(4, None), quantized.compressed(4, -1)),
 }
+FORMS["compressed, a last group that is shorter"] = compressed_config(4, 96), quantized.compressed(4, 96)
 FORMS["compressed, 4 bits, act-order"][0]["config_groups"]["group_0"]["weights"]["symmetric"] = False
 
 
@@ -96,6 +98,58 @@ def test_a_rank_reads_its_share(tmp_path, monkeypatch, form, dim):
     assert taken[1] <= taken[0] * (0.45 if groups_of_any else 0.27), taken
 
 
+@pytest.mark.parametrize("place", ["compression_config", "text_config.quantization_config", "a file"])
+def test_the_form_is_found_wherever_it_is_told(tmp_path, place):
+    config, store = FORMS["compressed, 4 bits"]
+    source, path = write_tiny("llama", tmp_path / "source", **SIZES), tmp_path / "model"
+    _, values = quantized.write_quantized(source, path, config, store)
+    raw = json.loads((path / "config.json").read_text())
+    if place != "a file":
+        inside, _, name = place.rpartition(".")
+        moved = {name: raw.pop("quantization_config")}
+        raw |= {inside: moved} if inside else moved
+        (path / "config.json").write_text(json.dumps(raw))
+        assert name not in json.dumps(dequantized(raw))
+    found = stored_weights(path / "model.safetensors" if place == "a file" else path)
+    assert set(found.keys()) == set(values)
+    assert torch.equal(found.read(f"{UP}.weight"), values[f"{UP}.weight"])
+    broken = json.dumps(raw).replace('"pack-quantized"', '"other"')
+    (path / "config.json").write_text(broken)
+    with pytest.raises(ModelConfigError, match=f"{place if place != 'a file' else 'quantization_config'}.format = "):
+        stored_weights(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("beside", [{}, {"quantization_config": FP8}])
+def test_experts_in_one_tensor_are_not_read_without_their_scales(tmp_path, beside):
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    (tmp_path / "config.json").write_text(json.dumps(beside))
+    tensors = {name: torch.ones(2, 4, 4).to(quantized.FP8), f"{name}_scale_inv": torch.ones(2, 1, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} is stored as torch\.float8_e4m3fn, which config"):
+        weights(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "fp8 in blocks", "fp8, a scale per weight", "compressed, 4 bits"])
+def test_quantised_weights_are_refused_without_a_configuration(tmp_path, form):
+    path = damaged(tmp_path, form, dict)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "quantize_config.json").write_text(json.dumps(raw.pop("quantization_config")))
+    (path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"weight.* is stored as .*without a quantization_config; a quantize_"):
+        weights(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, quantized.FP8])
+def test_eight_bits_are_plain_only_with_the_scale_that_our_layers_read(tmp_path, dtype):
+    tensors = {"up.weight": torch.ones(2, 2).to(dtype), "mask": torch.ones(2, dtype=torch.uint8)}
+    tensors |= {"weight_scale": torch.ones(1), "turn": torch.ones(2, dtype=torch.complex64)}  # the latter is not read
+    save_file({**tensors, "up.scale": torch.ones(2, 1)}, tmp_path / "ours.safetensors")
+    assert stored_weights(tmp_path / "ours.safetensors").read("up.weight").dtype is dtype
+    save_file({**tensors, "up.weight_scale": torch.ones(2, 1)}, tmp_path / "theirs.safetensors")
+    with pytest.raises(CheckpointError, match=r"up\.weight is stored as"):
+        stored_weights(tmp_path / "theirs.safetensors")
+
+
 def with_config(path: Path, **quantization: object) -> Path:
     path.mkdir(exist_ok=True)
     config = json.loads((write_tiny("llama", path, num_hidden_layers=1) / "config.json").read_text())
@@ -151,8 +205,8 @@ def test_what_is_not_read_is_refused_by_name(tmp_path, quantization, problem):
         weights(path)
 
 
-def damaged(tmp_path: Path, form: str, change) -> Path:
-    config, store = FORMS[form]
+def damaged(tmp_path: Path, form: str | tuple, change) -> Path:
+    config, store = FORMS[form] if isinstance(form, str) else form
     path = tmp_path / "model"
     quantized.write_quantized(write_tiny("llama", tmp_path / "source", **SIZES), path, config, store)
     tensors = load_file(path / "model.safetensors")
@@ -203,6 +257,17 @@ UP = "model.layers.0.mlp.up_proj"
 def test_files_that_do_not_fit_their_configuration_are_named(tmp_path, form, change, problem):
     with pytest.raises(CheckpointError, match=problem):
         weights(damaged(tmp_path, form, change))
+
+
+@pytest.mark.parametrize(("size", "read"), [(64, False), (-1, True), (128, True)])
+def test_act_order_without_an_index_is_read_only_where_there_is_one_group(tmp_path, size, read):
+    form = {**GPTQ, "desc_act": True, "group_size": size}, quantized.gptq(size=size)
+    path = damaged(tmp_path, form, lambda t: t.pop(f"{UP}.g_idx"))
+    if read:
+        weights(path)
+        return
+    with pytest.raises(CheckpointError, match=r"up_proj\.qweight: desc_act is true, and it has no g_idx"):
+        weights(path)
 
 
 def test_a_group_that_is_not_there_is_named(tmp_path):
