@@ -243,12 +243,13 @@ class Backend(Protocol):
         ...
 
     def encoded(self, spec: WeightSpec) -> TensorSpec:
-        """Return how graphs and packed files hold a weight of ``spec``, whose encoding is one of :attr:`encodings`."""
-        ...
+        """Return how graphs and packed files hold a weight of ``spec``, whose encoding is one of :attr:`encodings`;
+        without any this is not called."""
+        return spec
 
     def encode(self, spec: WeightSpec, plain: Tensor) -> Tensor:
         """Return the weight ``plain`` as :meth:`encoded` says: the same bytes on every machine."""
-        ...
+        return plain
 
     def place(self, manifest: Manifest, weight_file: Path, runtime: RankRuntime) -> Placement:
         """Load one rank's weights from its file, and its initial states, to where graphs read them."""
