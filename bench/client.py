@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nxd_infer.cli.load.streams import Server, Stream
 
@@ -25,20 +26,23 @@ class Load:
         return sum(stream.tokens for stream in self.streams) / self.seconds
 
 
-async def stream(port: int, prompt: Sequence[int], max_tokens: int, into: Stream | None = None) -> Stream:
-    """Request exactly ``max_tokens`` greedy tokens; failures, such as fewer tokens, are in ``error``."""
-    body = {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+async def stream(
+    port: int, prompt: Sequence[int], max_tokens: int, into: Stream | None = None, **fields: Any
+) -> Stream:
+    """Request exactly ``max_tokens`` greedy tokens, with further ``fields``; failures, such as fewer tokens, are in
+    ``error``."""
+    body = {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **fields}
     result = await Server(f"http://127.0.0.1:{port}").stream(body, into)
     if not result.error and result.tokens != max_tokens:
         result.error = f"{result.tokens} tokens instead of {max_tokens}"
     return result
 
 
-def load(port: int, prompts: Sequence[Sequence[int]], max_tokens: int, timeout: float = 300.0) -> Load:
+def load(port: int, prompts: Sequence[Sequence[int]], max_tokens: int, timeout: float = 300.0, **fields: Any) -> Load:
     """Run one client per prompt, all at once. Raises SystemExit if one fails or the time is over."""
 
     async def everyone() -> list[Stream]:
-        tasks = [stream(port, prompt, max_tokens) for prompt in prompts]
+        tasks = [stream(port, prompt, max_tokens, **fields) for prompt in prompts]
         return await asyncio.wait_for(asyncio.gather(*tasks), timeout)
 
     cpu = time.process_time()

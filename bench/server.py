@@ -24,12 +24,15 @@ from nxd_infer.util.ports import free_port
 from nxd_server.settings import ServerSettings
 
 CLIENTS = (1, 4, 16)
+MOST = CLIENTS[-1]
 PROMPT, NEW_TOKENS = 128, 128
 LATE = 15
 """Prompts that arrive while a stream runs."""
 ALONE, TOGETHER = 32, 32
 """Tokens of the running stream before the others arrive, and tokens of each of the others."""
 READY_SECONDS = 120.0
+CONSTRAINED = {"structured_outputs": {"regex": r"([a-zA-Z]+[ ,.]){1000,}"}}
+"""Every token is chosen among those that a grammar allows, and none ends the text."""
 STALL = defaults(ServerSettings)["stall_ratio"]
 """The engine in process uses chunked prefill like the server."""
 
@@ -82,9 +85,14 @@ def run(options: Options) -> None:
             kept.append(held)
             return found
 
-        def serve(number: int, clients: int) -> Any:
+        def serve(number: int, clients: int, **fields: Any) -> Any:
             with server.awake():
-                return load(server.port, prompts(model, clients, PROMPT, number), new_tokens)
+                return load(server.port, prompts(model, clients, PROMPT, number), new_tokens, **fields)
+
+        def pace(number: int, **fields: Any) -> float:
+            return hold(
+                lambda: summary([one.seconds_per_token for one in serve(number, MOST, **fields).streams]).median
+            )
 
         def in_process(number: int, clients: int) -> float:
             times = engine.run(prompts(model, clients, PROMPT, number), new_tokens, timeout=300).times
@@ -99,6 +107,8 @@ def run(options: Options) -> None:
             }
             work["server"](-1)
             levels[clients] = interleaved(work, options.rounds)
+        pace(-1, **CONSTRAINED)
+        paces = interleaved({"free": pace, "constrained": lambda number: pace(number, **CONSTRAINED)}, options.rounds)
         server.resume()
         stalls = [_stall(server.port, model, number) for number in range(options.rounds)]
         server.stop()
@@ -111,6 +121,7 @@ def run(options: Options) -> None:
         "held": kept,
         "clients": {str(clients): _level(found) for clients, found in levels.items()},
         "stalls": stalls,
+        "paces": paces,
     }
     _report(options, figures)
 
@@ -182,6 +193,8 @@ def _report(options: Options, figures: dict[str, Any]) -> None:
         (f"longest stall while {LATE} prompts of {PROMPT} arrive, ms", summary(steps["longest"]).text(1e3)),
         ("step of that stream alone, ms", summary(steps["step_alone"]).text(1e3)),
         ("step of that stream with all others, ms", summary(steps["step_together"]).text(1e3)),
+        (f"{MOST} clients, a token, ms", summary(figures["paces"]["free"]).text(1e3)),
+        (f"{MOST} clients, a token that a grammar allows, ms", summary(figures["paces"]["constrained"]).text(1e3)),
         ("read bandwidth, GB/s", summary(figures["bandwidth"]).text(1e-9)),
     ]
     report.write(
@@ -197,7 +210,7 @@ def _tail(gaps: Sequence[float]) -> str:
 
 
 def _verdicts(figures: dict[str, Any], steps: dict[str, list[float]]) -> list[Verdict]:
-    most = figures["clients"][str(CLIENTS[-1])]
+    most, paces = figures["clients"][str(MOST)], figures["paces"]
     gib = [value / 2**30 for value in figures["memory_loaded"]]
     alone = ratios(steps["longest"], steps["step_alone"])
     together = summary(ratios(steps["longest"], steps["step_together"])).text()
@@ -205,6 +218,10 @@ def _verdicts(figures: dict[str, Any], steps: dict[str, list[float]]) -> list[Ve
     held = f"{sum(figures['held'])} of {len(figures['held'])} turns of all numbers of clients held"
     return [
         Verdict("server, 16 clients, against the engine", against, 0.90, 0.95, note=held),
+        Verdict(
+            "constrained tokens over others, 16 clients",
+            *(summary(ratios(paces["constrained"], paces["free"])), 1.10, 1.05, "lower"),
+        ),
         Verdict("server, start to ready", summary(figures["start_seconds"]), 4.0, 2.0, "lower", "s"),
         Verdict("server memory (PSS)", summary(gib), 1.4, 1.1, "lower", "GiB", "after 16 clients"),
         Verdict(

@@ -72,13 +72,25 @@ def test_plans_are_close_to_what_a_server_takes(traced, model):
     finally:
         server.kill()
 
-    slot = told("a scratch slot of", server.log)
-    budget = planned - (SLOTS - 1.5) * slot
-    server = serve(artifact, "--memory-fraction", budget / available_memory())
+    # With room for two and a half slots; other processes change what is available until the server reads it.
+    budget = planned - (SLOTS - 2.5) * told("a scratch slot of", server.log)
+    for left in reversed(range(5)):
+        try:
+            server = serve(artifact, "--memory-fraction", budget / available_memory())
+        except AssertionError:
+            if not left:
+                raise
+            continue
+        if server.metric("nxd_slots") < SLOTS:
+            break
+        server.kill()
     try:
-        assert "(1 slots" in server.log and server.metric("nxd_slots") == 1
+        slots = int(server.metric("nxd_slots"))
+        assert 0 < slots < SLOTS and f"({slots} slots" in server.log
         small, held = filled(server, model)
-        print(f"with one slot: planned {told('memory: about', server.log) / 2**20:.0f}, held {held / 2**20:.0f} MiB")
+        print(
+            f"with {slots} slots: planned {told('memory: about', server.log) / 2**20:.0f}, held {held / 2**20:.0f} MiB"
+        )
         assert [count for _, count in small] == [count for _, count in texts] == [8] * SLOTS
         assert told("memory: about", server.log) == pytest.approx(held, rel=0.1)
         assert server.stop() == 0
