@@ -32,8 +32,8 @@ def told(words, text):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    sizes = {"hidden": 1024, "heads": 16, "kv_heads": 16, "intermediate": 2816, "layers": 4}
-    return write_llama(tmp_path_factory.mktemp("planned") / "model", vocab=32000, max_len=LENGTH, **sizes)
+    sizes = {"hidden": 1024, "heads": 16, "kv_heads": 16, "intermediate": 2816, "layers": 6}
+    return write_llama(tmp_path_factory.mktemp("planned") / "model", vocab=8192, max_len=LENGTH, **sizes)
 
 
 @pytest.fixture(scope="module", params=[(2, []), (1, ["--quantize", "int8"])], ids=["tp2", "int8"])
