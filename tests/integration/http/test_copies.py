@@ -100,7 +100,7 @@ def test_new_weights_and_new_ranks_go_from_copy_to_copy_while_all_are_answered(s
 
 def test_an_adapter_is_in_every_copy_or_in_none(server, root, model_dir):
     write_adapter(root / "own", model_dir, rank=4)
-    base = root / "other"
+    base = root / "other" if copies(server)[0]["weight_version"] else model_dir  # by the test before
     (want,) = greedy_texts(merge(base, root / "own", root / "merged"), PROMPTS[:1], TOKENS).values()
     assert server.post("/v1/adapters", {"name": "own", "path": "own"}, **ADMIN).status_code == 200
     with ThreadPoolExecutor(4) as pool:
