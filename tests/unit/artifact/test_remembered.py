@@ -58,6 +58,16 @@ def test_unchanged_weights_are_hashed_once_until_the_machine_starts_again(artifa
         start(artifact)
 
 
+def test_weights_that_were_just_written_when_hashing_began_are_not_remembered(artifact, monkeypatch):
+    monkeypatch.setattr(verified, "_YOUNG", 10)
+    files, name = load_artifact(artifact).manifest.files, weight_name(0)
+    stamps = verified.verify_files(artifact, files, [name])
+    verified.remember(artifact, files, stamps, begin=stamps[name][-1] + 10)
+    assert verified.recalled(artifact, files) == {}
+    verified.remember(artifact, files, stamps, begin=stamps[name][-1] + 11)
+    assert verified.recalled(artifact, files) == stamps
+
+
 def test_weights_that_were_written_to_are_hashed_and_so_is_code(artifact):
     start(artifact)
     for file in (artifact / weight_name(0), next((artifact / "graphs").rglob("*.json"))):
