@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import threading
 from collections import deque
@@ -31,9 +32,9 @@ def keep_off(cores: Iterable[int]) -> None:
 
 def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Run ``work`` in a daemon thread, so that the process can exit even if it never returns."""
-    run, future = _job(work)
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+    future: Future[T] = Future()
+    threading.Thread(target=settle, args=(future, work), name=name, daemon=True).start()
+    return asyncio.wrap_future(future)
 
 
 def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -48,10 +49,14 @@ def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def settle(future: Future[T], work: Callable[[], T]) -> None:
-    """Do ``work``, and give ``future`` what came of it."""
+    """Do ``work``, unless ``future`` was cancelled, and give it what came of that."""
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(work())
     except BaseException as error:
+        if isinstance(error, NxdError):  # its frames hold the work, and the future holds the error
+            forget_frames(error)
         future.set_exception(error)
 
 
@@ -81,7 +86,8 @@ class ConcurrencyLimit:
             self.inside -= 1
             raise
         self._running += 1
-        job, running = _job(work)
+        future: Future[T] = Future()
+        running = asyncio.wrap_future(future)
         running.add_done_callback(self._ended)
         try:
             if self._threads < self._running:
@@ -91,7 +97,7 @@ class ConcurrencyLimit:
             if not self._threads:  # else it waits for one of them
                 running.cancel()
                 raise EngineUnavailableError(f"no thread could be started: {error}", "busy", 1.0) from None
-        self._jobs.put(job)
+        self._jobs.put(functools.partial(settle, future, work))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -110,34 +116,6 @@ class ConcurrencyLimit:
         self._turns.release()
         if not work.cancelled():
             work.exception()  # mark it retrieved, even if nobody waits
-
-
-def _job(work: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
-    """Return what a thread must call, and the future that the event loop's thread awaits."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: list[T], error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result[0])
-
-    def run() -> None:
-        result: list[T] = []
-        failure = None
-        try:
-            result.append(work())
-        except BaseException as error:
-            failure = error
-            if isinstance(error, NxdError):  # its frames hold the work, and the future holds the error
-                forget_frames(error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is waiting
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    return run, future
 
 
 # --- events from the engine's thread, with one wake-up of the event loop per step ---
