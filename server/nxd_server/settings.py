@@ -60,17 +60,20 @@ def not_empty(name: str, text: str) -> str:
     return text
 
 
-def adapter_path(name: str, word: str) -> str:
-    adapter, _, path = word.partition("=")
-    if not adapter or not path:
-        raise SettingsError(f"{name}: {word!r} is not NAME=PATH")
-    return word
+def matching(pattern: str, what: str) -> Callable[[str, str], str]:
+    """Return the check of a text that is ``what`` if it matches ``pattern``."""
+
+    def check(name: str, text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise SettingsError(f"{name}: {text!r} is not {what}")
+        return text
+
+    return check
 
 
-def origin(name: str, text: str) -> str:
-    if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+", text):
-        raise SettingsError(f"{name}: {text!r} is not an origin, such as https://chat.example.org, nor *")
-    return text
+adapter_path = matching(r"(?s)[^=]+=.+", "NAME=PATH")
+origin = matching(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s*]+", "an origin, such as https://chat.example.org, nor *")
+prefix = matching(r"(?!/v[12]$)(/[\w.~-]+)+", "the beginning of a path of its own, such as /llm")
 
 
 def network(name: str, text: str) -> str:
@@ -92,12 +95,6 @@ def receiver(name: str, url: str) -> str:
         fix = "http://collector:4318/v1/traces; keys for it go into the variable OTEL_EXPORTER_OTLP_HEADERS"
         raise SettingsError(f"{name} is not the URL of an OTLP/HTTP receiver, such as {fix}")
     return url if (parts[2] or "/") != "/" else f"{parts[1]}/v1/traces"
-
-
-def prefix(name: str, path: str) -> str:
-    if not re.fullmatch(r"(/[\w.~-]+)+", path) or path in ("/v1", "/v2"):
-        raise SettingsError(f"{name} {path!r} is not the beginning of a path of its own, such as /llm")
-    return path
 
 
 def directory(name: str, root: Path) -> Path:

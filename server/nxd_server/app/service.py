@@ -523,12 +523,6 @@ class Service:
             raise RequestError("", f"{self.model_name!r} was not traced for generation")
         return cast("Engine", worker)
 
-    def require_oneshot(self) -> None:
-        """Raise RequestError for an artifact that generates."""
-        self.require_ready()
-        if self.task == "generate":
-            raise RequestError("", f"{self.model_name!r} was traced for generation: use {self.main_route}")
-
     # --- changes, made in one copy after the other, so that the others answer meanwhile ---------------------
 
     def update_weights(self, path: Path, tag: str | None, timeout: float) -> int:

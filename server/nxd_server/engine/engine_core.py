@@ -275,18 +275,6 @@ class EngineCore:
             except Exception:
                 log.exception("on_state(%r) raised", state)
 
-    def check_open(self, continuing: bool = False) -> None:
-        """Raise and count EngineUnavailableError unless requests are accepted; call with the lock held.
-
-        ``continuing``: part of a request that has already run in part, which a drain lets finish.
-        """
-        state = self._state if continuing else self.state
-        if state == "ready" and not self._closing:
-            return
-        self.queue.rejected["unavailable"] += 1
-        retry = {"starting": 5.0, "recovering": 5.0}.get(state)
-        raise EngineUnavailableError(f"the engine takes no requests: it is {state}", state, retry)
-
     def check_room(
         self,
         requests: int,
@@ -296,14 +284,18 @@ class EngineCore:
         timeout: float | None = None,
         continuing: bool = False,
     ) -> None:
-        """Raise QueueFullError or RateLimitError unless ``requests`` more of so many tokens together fit now, or
-        EngineUnavailableError.
+        """Raise (and count) EngineUnavailableError unless requests are accepted; QueueFullError or RateLimitError
+        unless ``requests`` more of so many tokens together fit now.
 
         For a caller that submits several: those that fit would take the room of other requests until their
         cancellation. ``whole``, ``timeout`` and ``continuing``: as for :meth:`OneShotEngine.submit`.
         """
         with self.lock:
-            self.check_open(continuing)
+            state = self._state if continuing else self.state
+            if state != "ready" or self._closing:
+                self.queue.rejected["unavailable"] += 1
+                retry = {"starting": 5.0, "recovering": 5.0}.get(state)
+                raise EngineUnavailableError(f"the engine takes no requests: it is {state}", state, retry)
             if not (continuing and self.gate.closed):  # the queued requests wait for this one to end
                 self.queue.check(whole or WholeRequest(), requests, tokens, timeout)
 

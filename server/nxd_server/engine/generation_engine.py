@@ -180,8 +180,7 @@ class Engine(EngineCore):
             raise
         ticket = Ticket(request_id or secrets.token_hex(8), on_event, timeout, inbox.cancel, whole)
         with self.lock:
-            self.check_open()
-            queue.check(ticket.whole, params.n, len(prompt) * params.n, timeout)
+            self.check_room(params.n, len(prompt) * params.n, whole=ticket.whole, timeout=timeout)
             lora = None if adapter is None else self.adapters.take(adapter, params.n)
             before, work = () if self._encodes_prompts else prompt, queue.work(len(prompt), new_tokens)
             for index, sampler in enumerate(samplers):

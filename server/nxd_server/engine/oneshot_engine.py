@@ -135,9 +135,7 @@ class OneShotEngine(EngineCore):
         part_of = whole or WholeRequest()
         job = Job(tensors, future, count, now, deadline, convert or dict, part_of, next(self._ids), cost, cost)
         with self.lock:
-            self.check_open(continuing)
-            if not (continuing and self.gate.closed):  # the queued requests wait for this one to end
-                queue.check(job.whole, 1, cost, timeout)
+            self.check_room(1, cost, whole=job.whole, timeout=timeout, continuing=continuing)
             queue.taken(job.whole, 1, cost, cost)
             self.gate.take(job.whole, 1)
             self._arrivals.append(job)

@@ -345,8 +345,24 @@ def check_token_ids(tokens: Tokens[int], vocab_size: int, field: str) -> list[in
     return ids
 
 
-def check_prompt(tokens: Tokens[int], vocab_size: int, max_len: int) -> list[int]:
+def check_prompt(
+    tokens: Tokens[int], vocab_size: int, max_len: int, field: str = "prompt", *, completes: bool = True
+) -> list[int]:
     """Return the prompt as a new list. Raises RequestError like :func:`check_token_ids`, and PromptTooLongError."""
-    if len(tokens) > max_len:
-        raise PromptTooLongError(len(tokens), max_len)
-    return check_token_ids(tokens, vocab_size, "prompt")
+    if len(tokens) > max_len:  # before each id is checked
+        raise PromptTooLongError(len(tokens), max_len, field, completes=completes)
+    return check_token_ids(tokens, vocab_size, field)
+
+
+def truncation(asked: int | None, max_len: int, max_tokens: int | None = 0) -> int | None:
+    """Return how many tokens of a text are kept, ``asked`` as ``truncate_prompt_tokens``; None for all. -1 leaves room
+    for ``max_tokens``, or one.
+
+    Raises RequestError for a number that is out of range.
+    """
+    if asked == -1:
+        return max(1, max_len - (1 if max_tokens is None else max_tokens))
+    if asked is not None and not 1 <= asked <= max_len:
+        words = f"must be -1, or from 1 to this model's {max_len} tokens, got {asked}"
+        raise RequestError("truncate_prompt_tokens", words)
+    return asked

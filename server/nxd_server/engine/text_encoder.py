@@ -11,8 +11,8 @@ import torch
 
 from nxd_infer.errors import ArtifactVersionError, ModelConfigError
 from nxd_server.engine.oneshot_engine import OneShotEngine, Outputs
-from nxd_server.engine.request import check_token_ids
-from nxd_server.errors import PromptTooLongError, RequestError
+from nxd_server.engine.request import check_prompt, truncation
+from nxd_server.errors import RequestError
 from nxd_server.text.tokenizer import Tokenizer
 
 Tokens = tuple[list[int], list[int]]
@@ -74,17 +74,11 @@ class TextEncoder:
 
         Raises RequestError naming ``field``, and PromptTooLongError.
         """
-        most = self.most(truncate_prompt_tokens)
-        parts = self.parts(text, prompt_name)
-        if parts:
-            ids, types = self.tokenizer.encode_with_types(*parts, field=field, most=most, limit=self.max_len)
-        else:
-            ids = cast("Sequence[int]", text)[:most]
-            if len(ids) > self.max_len:  # before each id is checked
-                raise PromptTooLongError(len(ids), self.max_len, field, completes=False)
-            ids = check_token_ids(ids, self._vocab_size, field)
-            types = [0] * len(ids)
-        return ids, types
+        most = truncation(truncate_prompt_tokens, self.max_len)
+        if parts := self.parts(text, prompt_name):
+            return self.tokenizer.encode_with_types(*parts, field=field, most=most, limit=self.max_len)
+        ids = cast("Sequence[int]", text)[:most]
+        return check_prompt(ids, self._vocab_size, self.max_len, field, completes=False), [0] * len(ids)
 
     def submit(self, tokens: Tokens, *, field: str = "input", **how: Any) -> Future[Encoded]:
         """Encode the result of :meth:`tokens`; ``how``, and errors: as for :meth:`OneShotEngine.submit`. RequestError
@@ -117,16 +111,6 @@ class TextEncoder:
             raise RequestError("prompt_name", "a prompt is put in front of a text alone, not of token ids or of a pair")
         pair = isinstance(text, tuple) and all(isinstance(part, str) for part in text)
         return cast("tuple[str, ...]", text) if pair and len(text) == 2 else ()
-
-    def most(self, asked: int | None) -> int | None:
-        """Return the length to truncate to, or None. Raises RequestError if it is invalid or above the limit."""
-        if asked is None or 1 <= asked <= self.max_len:
-            return asked
-        if asked == -1:
-            return self.max_len
-        raise RequestError(
-            "truncate_prompt_tokens", f"must be -1, or from 1 to this model's {self.max_len} tokens, got {asked}"
-        )
 
 
 def scores_of(metadata: Mapping[str, Any]) -> str:

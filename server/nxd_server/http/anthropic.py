@@ -311,7 +311,7 @@ class _Message(BlockAnswer):
         return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
     def begin(self, weight_version: int | None) -> bytes:
-        started = {**self._fields, "usage": _usage(Usage(self.one.prompt_tokens, 0))}
+        started = {**self._fields, "usage": _usage(Usage(len(self.one.prompt), 0))}
         return sse("message_start", {"type": "message_start", "message": started}) + self.KEEP_ALIVE
 
     def show(self, what: str, block: Block, text: str) -> bytes:

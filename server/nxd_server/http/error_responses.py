@@ -137,10 +137,6 @@ def unsupported(param: str, why: str = "") -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
-def internal(request_id: str) -> ApiError:
-    return ApiError(500, f"internal error; the server's log has it under request id {request_id}")
-
-
 def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     """Return the response that ``error`` means to a client; 500 for an unexpected error."""
     if isinstance(error, ApiError):
@@ -155,4 +151,4 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
         return ApiError(503, f"the model's ranks failed: {summary(error)}", code="rank_failed", retry_after=5)
     if isinstance(error, ModelClosedError):
         return ApiError(503, str(error), code="not_ready", retry_after=1)
-    return internal(request_id)
+    return ApiError(500, f"internal error; the server's log has it under request id {request_id}")

@@ -58,7 +58,6 @@ async def predict(request: Request, body: PredictBody) -> JSONResponse:
     else:
         read = functools.partial(read_tensors, body.inputs or {}, specs)
     tensors = await unless_left(request, context.tensors.run(read))
-    service.require_oneshot()
 
     async def run(replica: Replica) -> Any:
         worker, left = cast("OneShotEngine", replica.engine), seconds_left(request)

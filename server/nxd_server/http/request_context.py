@@ -19,12 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nxd_server.accounts import Account
 from nxd_server.engine.admission import WholeRequest
-from nxd_server.engine.request import check_token_ids
+from nxd_server.engine.request import check_prompt
 from nxd_server.errors import (
     DEADLINE_GRACE,
     EngineUnavailableError,
-    PromptTooLongError,
-    RequestError,
     ended_early,
     forget_frames,
     not_finished,
@@ -245,20 +243,6 @@ async def wait_all(request: Request, submit: Sequence[Callable[[], Future[T]]], 
             future.cancel()
 
 
-def truncation(service: Service, asked: int | None, max_tokens: int | None) -> int | None:
-    """Return how many tokens at the end of a prompt are kept, ``asked`` as ``truncate_prompt_tokens``; None for all.
-
-    Raises RequestError for a number that is out of range.
-    """
-    if asked == -1:
-        return max(1, service.max_len - (1 if max_tokens is None else max_tokens))
-    if asked is not None and not 1 <= asked <= service.max_len:
-        raise RequestError(
-            "truncate_prompt_tokens", f"must be -1, or from 1 to this model's {service.max_len} tokens, got {asked}"
-        )
-    return asked
-
-
 async def encode_text(
     context: Context, text: str, field: str, *, special: bool = True, last: int | None = None
 ) -> list[int]:
@@ -299,9 +283,7 @@ async def encode_prompts(
             ids = prompt[-last:] if last else prompt
         if several:
             await asyncio.sleep(0)  # let other tasks run in between
-        if len(ids) > service.max_len:  # before each id is checked
-            raise PromptTooLongError(len(ids), service.max_len, path)
-        tokens.append(check_token_ids(ids, service.vocab_size, path))
+        tokens.append(check_prompt(ids, service.vocab_size, service.max_len, path))
     return tokens
 
 

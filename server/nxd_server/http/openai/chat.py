@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, max_new_tokens
+from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, max_new_tokens, truncation
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import RequestError
 from nxd_server.http.error_responses import bad_request, clip, missing_field, unknown_field, unsupported
@@ -32,7 +32,6 @@ from nxd_server.http.request_context import (
     context_of,
     encode_text,
     require_task,
-    truncation,
     unless_left,
 )
 from nxd_server.http.scope_keys import IGNORED
@@ -180,10 +179,6 @@ class Conversation:
     parts: list[MessageParts]
     """Of each choice."""
 
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt)
-
 
 async def conversation(request: Request, body: ChatBody, route: str) -> Conversation:
     """Check a request of ``route`` and prepare its answer. Raises ApiError and RequestError."""
@@ -206,7 +201,7 @@ async def conversation(request: Request, body: ChatBody, route: str) -> Conversa
     check_choices(1, body.n, settings.max_choices, service.room)
     defaults = service.sampling_defaults
     params = body.sampling(limit, top, defaults)  # a wrong value: before a long conversation is tokenized
-    last = truncation(service, body.truncate_prompt_tokens, limit)
+    last = truncation(body.truncate_prompt_tokens, service.max_len, limit)
     tokenizer, tools, grammar = service.require_tokenizer(), [], None
     if body.reasoning_effort not in (None, "none") and not _effort(service, body.reasoning_effort):
         request.scope[IGNORED] = [*request.scope.get(IGNORED, ()), "reasoning_effort"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, max_new_tokens
+from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, max_new_tokens, truncation
 from nxd_server.http.error_responses import bad_request, unsupported
 from nxd_server.http.openai.generation import Choices, Generation, Given, check_choices, respond, with_limit
 from nxd_server.http.openai.logprobs import LegacyLogprobs
@@ -20,7 +20,6 @@ from nxd_server.http.request_context import (
     context_of,
     encode_prompts,
     require_task,
-    truncation,
     unless_left,
 )
 from nxd_server.text.tokenizer import Tokenizer
@@ -88,7 +87,7 @@ async def prepared(request: Request, body: CompletionBody, route: str, most_toke
     if body.constrained:
         params = params.replace(structured_outputs=requested_form(body))
     grammar = await compiled_grammar(request, params)
-    last = truncation(service, body.truncate_prompt_tokens, body.max_tokens)
+    last = truncation(body.truncate_prompt_tokens, service.max_len, body.max_tokens)
     tokens = await unless_left(
         request, encode_prompts(context, prompts, "prompt", special=body.add_special_tokens, last=last)
     )

@@ -25,24 +25,25 @@ if TYPE_CHECKING:
     from nxd_server.app.service import Service
 
 
-def _answer(status: int, content: dict[str, Any]) -> Response:
-    return Response(encode(content), status, {"cache-control": "no-store"}, "application/json")
+FRESH = {"cache-control": "no-store"}
+
+
+def _answer(content: dict[str, Any]) -> Response:
+    return Response(encode(content), 200, FRESH, "application/json")
 
 
 def _verdict(context: Context, extra: dict[str, Any] | None = None) -> Response:
     ready, state, reason = context.models.readiness()
     content: dict[str, Any] = {"status": state, **(extra or {})}
     if ready:
-        return _answer(200, content)
-    refusal = ApiError(503, f"not ready: {reason or state}", code=state, retry_after=1)
-    response = _answer(503, {**content, **refusal.body()})
-    response.headers["retry-after"] = refusal.headers["retry-after"]
-    return response
+        return _answer(content)
+    refusal = ApiError(503, f"not ready: {reason or state}", code=state, retry_after=1, headers=FRESH)
+    return refusal.response({**content, **refusal.body()})
 
 
 async def livez(request: Request) -> Response:
     """Return 200 as long as the process answers, whatever the state of the model."""
-    return _answer(200, {"status": "alive"})
+    return _answer({"status": "alive"})
 
 
 async def readyz(request: Request) -> Response:
