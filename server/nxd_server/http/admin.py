@@ -37,7 +37,6 @@ from nxd_server.threads import in_thread
 logger = logging.getLogger("nxd_server.http")
 
 
-MODEL: Any = Field(None, description="The model; a server of one has no need of it.")
 TIMEOUT: Any = Field(
     None, gt=0, le=86400, description="Seconds running requests may take to finish; weights_drain_timeout if null."
 )
@@ -49,7 +48,6 @@ class WeightsBody(Body):
     path: str = Field(..., description="A folder of checkpoints, or safetensors, under the server's weights_root.")
     tag: str | None = Field(None, description="Which checkpoint of the folder; by default the newest complete one.")
     timeout: float | None = TIMEOUT
-    model: str | None = MODEL
 
 
 async def weights(request: Request, body: WeightsBody) -> dict[str, Any]:
@@ -80,7 +78,6 @@ class RestartBody(Body):
     """``POST /v1/restart``."""
 
     timeout: float | None = TIMEOUT
-    model: str | None = MODEL
 
 
 async def restart(request: Request, body: RestartBody) -> dict[str, Any]:
@@ -97,7 +94,6 @@ class AdapterBody(Body):
 
     name: str = Field(..., description="The name that requests give as `model`.")
     path: str = Field(..., description="The adapter's directory, under the server's weights_root.")
-    model: str | None = MODEL
 
 
 def _card(adapter: Adapter) -> dict[str, Any]:
@@ -128,7 +124,6 @@ class LoraBody(Body):
 
     lora_name: str
     lora_path: str | None = Field(None, description="Of one that is loaded.")
-    model: str | None = Field(None, description="Whose adapter it will be, where the server has several models.")
 
     @property
     def asks_for(self) -> str | None:

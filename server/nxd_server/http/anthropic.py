@@ -54,7 +54,6 @@ class CountBody(SamplerBody, Templated):
         "speed": is_one_of("standard"),
     }
 
-    model: str | None = Field(None, description="The served model's name, which is the default, or an adapter's.")
     messages: Listed[dict[str, Any]] = Field(
         ..., max_length=MOST_MESSAGES, description="Turns of user and assistant, whose content is text or blocks."
     )
@@ -85,11 +84,10 @@ async def messages(request: Request, body: MessagesBody) -> Any:
 
 async def count_tokens(request: Request, body: CountBody) -> JSONResponse:
     """Return how many tokens the prompt of a conversation has."""
-    context = context_of(request)
-    require_task(context.service, "/v1/messages/count_tokens", "generate")
+    service = require_task(request, "/v1/messages/count_tokens", "generate")
     chat = ChatBody.parse(_chat_body(request, body))
-    tools = offered_tools(chat.tools, chat.tool_choice, context.service.tool_format) if chat.tools else []
-    tokens, _ = await unless_left(request, chat_prompt(context, chat, tools))
+    tools = offered_tools(chat.tools, chat.tool_choice, service.tool_format) if chat.tools else []
+    tokens, _ = await unless_left(request, chat_prompt(context_of(request), chat, tools))
     return JSONResponse({"input_tokens": len(tokens)})
 
 

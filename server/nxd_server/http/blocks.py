@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from starlette.responses import Response
 
-from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, Usage
+from nxd_server.engine.request import FinishEvent, PromptEvent, Usage
 from nxd_server.http.error_responses import bad_request, clip, encode, unknown_field, unsupported
 from nxd_server.http.openai.chat import Conversation
 from nxd_server.http.openai.generation import Answer, Generation, Given
@@ -36,17 +36,29 @@ Move = tuple[Literal["start", "delta", "stop"], Block, str]
 """What happens to a block; the text is that of a delta."""
 
 
-class Blocks:
-    """Divides an answer into blocks while it comes."""
+class BlockAnswer(Answer):
+    """An answer that is divided into blocks while it comes; a route says how it shows them."""
 
-    def __init__(self) -> None:
-        self.all: list[Block] = []
+    def __init__(self, one: Conversation):
+        self.one = one
+        self.blocks: list[Block] = []
+        self.reason = ""
+        self.stop: str | int | None = None
         self._open: Block | None = None
         self._blanks = ""
         """Whitespace that is text only if more of it follows; before a call it is none."""
 
-    def take(self, delta: dict[str, Any], ended: bool) -> Iterator[Move]:
-        """Take what the next token adds to the message, as :meth:`MessageParts.take` returns it."""
+    def take(self, event: Given) -> Iterator[Move]:
+        """Take the next event of the only choice."""
+        if isinstance(event, PromptEvent):
+            return
+        (parts,) = self.one.parts
+        ended = isinstance(event, FinishEvent)
+        if isinstance(event, FinishEvent):
+            self.reason, self.stop = event.reason, event.stop
+        elif not event.is_stop:
+            parts.count(event.token)
+        delta = parts.take(event.text, ended)
         if thought := delta.get("reasoning_content"):
             yield from self._add("reasoning", thought)
         text, self._blanks = self._blanks + delta.get("content", ""), ""
@@ -58,23 +70,23 @@ class Blocks:
         for call in calls:
             function = call["function"]
             if "id" in call:
-                yield from self._start(Block("call", len(self.all), function["name"], call["id"]))
+                yield from self._start(Block("call", len(self.blocks), function["name"], call["id"]))
             yield from self._add("call", function["arguments"])
         if ended:
-            if self._blanks and not any(block.kind == "call" for block in self.all):
+            if self._blanks and not any(block.kind == "call" for block in self.blocks):
                 yield from self._add("text", self._blanks)
             yield from self._stop()
 
     def _add(self, kind: Kind, text: str) -> Iterator[Move]:
         if self._open is None or self._open.kind != kind:
-            yield from self._start(Block(kind, len(self.all)))
+            yield from self._start(Block(kind, len(self.blocks)))
         if text and self._open is not None:
             self._open.text += text
             yield "delta", self._open, text
 
     def _start(self, block: Block) -> Iterator[Move]:
         yield from self._stop()
-        self.all.append(block)
+        self.blocks.append(block)
         self._open = block
         yield "start", block, ""
 
@@ -82,31 +94,6 @@ class Blocks:
         if self._open is not None:
             block, self._open = self._open, None
             yield "stop", block, ""
-
-
-class BlockAnswer(Answer):
-    """An answer of blocks; a route says how it shows them."""
-
-    def __init__(self, one: Conversation):
-        self.one = one
-        self.blocks: list[Block] = []
-        self._reader = Blocks()
-        self.reason = ""
-        self.stop: str | int | None = None
-
-    def take(self, event: Given) -> Iterator[Move]:
-        """Take the next event of the only choice."""
-        if isinstance(event, PromptEvent):
-            return iter(())
-        (parts,) = self.one.parts
-        ended = isinstance(event, FinishEvent)
-        if isinstance(event, TokenEvent) and not event.is_stop:
-            parts.count(event.token)
-        delta = parts.take(event.text, ended)
-        if isinstance(event, FinishEvent):
-            self.reason, self.stop = event.reason, event.stop
-        self.blocks = self._reader.all
-        return self._reader.take(delta, ended)
 
     @property
     def reasoning_tokens(self) -> int:

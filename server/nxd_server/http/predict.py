@@ -29,7 +29,6 @@ class PredictBody(QueuedBody):
         None, description='Tensors by name: nested lists, or {"data": nested or flat list, "dtype", "shape"}.'
     )
     safetensors: str | None = Field(None, description="Alternative to `inputs`: one base64 safetensors file.")
-    model: str | None = None
     output_format: Literal["json", "safetensors"] | None = Field(
         None, description="Format of the outputs; by default that of the inputs."
     )

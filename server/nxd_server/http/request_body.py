@@ -207,7 +207,7 @@ class DrainingReceive:
 
 # --- what a body may hold ---
 
-BodyT = TypeVar("BodyT", bound="Body")
+BodyT = TypeVar("BodyT", bound="Fields")
 ItemT = TypeVar("ItemT")
 Listed = Annotated[list[ItemT], Field(fail_fast=True)]
 """A list whose validation stops at its first error: reporting each takes seconds and hundreds of megabytes."""
@@ -237,8 +237,8 @@ Neutral = dict[str, Callable[[Any], bool]]
 """Which values of a field have no effect."""
 
 
-class Body(BaseModel):
-    """Base of all request bodies: strict types, unknown fields rejected."""
+class Fields(BaseModel):
+    """Base of request bodies, and of an object in one: strict types, unknown fields rejected."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
 
@@ -253,11 +253,6 @@ class Body(BaseModel):
     def ignored(self) -> list[str]:
         """Unknown fields that ask for nothing."""
         return self._ignored
-
-    @property
-    def asks_for(self) -> str | None:
-        """The model, or the adapter, that is to answer."""
-        return getattr(self, "model", None)
 
     @classmethod
     def parse(cls: type[BodyT], data: dict[str, Any]) -> BodyT:
@@ -296,6 +291,17 @@ class Body(BaseModel):
             problem = problem_of(first)
             what = f"`{path}` {problem}" if problem else f"`{path}`: {first['msg']}"
             raise bad_request(f"{what}{_got(first)}", param=path) from None
+
+
+class Body(Fields):
+    """Base of all request bodies."""
+
+    model: str | None = Field(None, description="A model's name, or an adapter's; a server of one model needs none.")
+
+    @property
+    def asks_for(self) -> str | None:
+        """The model, or the adapter, that is to answer."""
+        return self.model
 
 
 class QueuedBody(Body):

@@ -173,8 +173,10 @@ async def answered(
     return await handler(request, body)
 
 
-def require_task(service: Service, route: str, *tasks: str) -> None:
-    """Raise 400 if the artifact's task does not match the route; 503 until the artifact is known."""
+def require_task(request: Request, route: str, *tasks: str) -> Service:
+    """Return the request's service. Raises ApiError 400 if its task is none of those of the route; 503 until the
+    artifact is known."""
+    service = context_of(request).service
     service.require_ready()
     if service.task not in tasks:
         raise bad_request(
@@ -182,6 +184,7 @@ def require_task(service: Service, route: str, *tasks: str) -> None:
             f"{service.task or 'no task of its own'}: use {service.main_route}",
             code="task_not_supported",
         )
+    return service
 
 
 def seconds_left(request: Request) -> float:

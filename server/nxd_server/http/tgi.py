@@ -17,7 +17,7 @@ from nxd_server.http.openai.completions import Completion, prepared
 from nxd_server.http.openai.generation import Answer, Generation, Given, respond
 from nxd_server.http.openai.logprobs import finite
 from nxd_server.http.openai.schemas import CompletionBody
-from nxd_server.http.request_body import Body, Listed, Neutral, Whole, equals, is_one_of
+from nxd_server.http.request_body import Body, Fields, Listed, Neutral, Whole, equals, is_one_of
 from nxd_server.http.request_context import context_of
 from nxd_server.http.scope_keys import FIELDS
 
@@ -28,7 +28,7 @@ OTHERS |= {"logprobs": "top_n_tokens", "prompt_logprobs": "decoder_input_details
 """What the fields of a completion are called here."""
 
 
-class Parameters(Body):
+class Parameters(Fields):
     """The object ``parameters``."""
 
     NEUTRAL: ClassVar[Neutral] = {"typical_p": equals(1), "watermark": is_one_of(False)}
@@ -56,7 +56,6 @@ class TgiBody(Body):
     """``POST /``, ``/generate`` and ``/generate_stream``."""
 
     inputs: str
-    model: str | None = Field(None, description="Where the server has several.")
     parameters: dict[str, Any] = Field(default_factory=dict)
     stream: bool = False
 

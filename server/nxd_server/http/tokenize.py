@@ -25,7 +25,6 @@ MOST_IDS = 2**16
 class TokenizeBody(Templated):
     """``POST /tokenize``: a text, or a conversation for the chat template."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = Field(None, max_length=MOST_MESSAGES)
     add_generation_prompt: bool | None = Field(None, description="False: of a conversation without a further message.")
@@ -38,7 +37,6 @@ class TokenizeBody(Templated):
 class DetokenizeBody(Body):
     """``POST /detokenize``."""
 
-    model: str | None = None
     tokens: Listed[int]
 
 

@@ -83,7 +83,7 @@ def test_the_likeliest_of_several_samples_is_returned(client, real_llama):
     [
         ({"max_new_tokens": 9999}, "parameters.max_new_tokens"),
         ({"best_of": 2}, "parameters.best_of"),
-        ({"best_of": 65, "do_sample": True}, "max_choices"),
+        ({"best_of": 65, "do_sample": True}, "parameters.best_of = 65 are too many choices"),
         ({"top_n_tokens": 99}, "parameters.top_n_tokens"),
         ({"grammar": {"type": "xml", "value": {}}}, "parameters.grammar.type"),
         ({"moods": 1}, "moods"),

@@ -182,10 +182,8 @@ class Conversation:
 
 async def conversation(request: Request, body: ChatBody, route: str) -> Conversation:
     """Check a request of ``route`` and prepare its answer. Raises ApiError and RequestError."""
-    context = context_of(request)
-    service, settings = context.service, context.settings
+    context, service = context_of(request), require_task(request, route, "generate")
     adapter = service.adapter_named(body.model)
-    require_task(service, route, "generate")
     body.check_stream_options()
     if body.stream and body.prompt_logprobs is not None:
         raise unsupported("prompt_logprobs", "in a stream")
@@ -198,7 +196,7 @@ async def conversation(request: Request, body: ChatBody, route: str) -> Conversa
         raise bad_request("`max_tokens` and `max_completion_tokens` differ; they are one limit: send one", "max_tokens")
     if limit is not None and limit < 1:
         raise bad_request(f"`{field}` must be at least 1, got {limit}", field)
-    check_choices(1, body.n, settings.max_choices, service.room)
+    check_choices(1, body.n, context.settings.max_choices, service.room)
     defaults = service.sampling_defaults
     params = body.sampling(limit, top, defaults)  # a wrong value: before a long conversation is tokenized
     last = truncation(body.truncate_prompt_tokens, service.max_len, limit)

@@ -59,10 +59,8 @@ async def prepared(request: Request, body: CompletionBody, route: str, most_toke
 
     Raises ApiError and RequestError.
     """
-    context = context_of(request)
-    service, settings = context.service, context.settings
+    context, service = context_of(request), require_task(request, route, "generate")
     adapter = service.adapter_named(body.model)
-    require_task(service, route, "generate")
     body.check_stream_options()
     n = _generated(body)
     top = service.top_logprobs
@@ -80,7 +78,8 @@ async def prepared(request: Request, body: CompletionBody, route: str, most_toke
     prompts = token_lists(body.prompt, "prompt")
     if body.suffix:
         prompts[:] = [_around(prompt, body, tokenizer) for prompt in prompts]
-    check_choices(len(prompts), n, settings.max_choices, service.room)
+    name = "n" if body.best_of is None else "best_of"
+    check_choices(len(prompts), n, context.settings.max_choices, service.room, name)
     defaults = service.sampling_defaults
     params = body.sampling(body.max_tokens, body.logprobs, defaults)  # a wrong value: before long prompts are tokenized
     params = params.replace(n=n, prompt_logprobs=scored)

@@ -66,14 +66,15 @@ LOOK_SECONDS = 1.0
 _LEFT: Any = object()
 
 
-def check_choices(prompts: int, n: int, limit: int, room: float) -> None:
-    """Raise ApiError 400 for more choices than ``limit``, or than an idle server's ``room``: no retry helps."""
+def check_choices(prompts: int, n: int, limit: int, room: float, name: str = "n") -> None:
+    """Raise ApiError 400 for more choices than ``limit``, or than an idle server's ``room``: no retry helps. ``name``:
+    what the request calls ``n``."""
     if n >= 1 and prompts * n > min(limit, room):
         why = "max_choices" if limit <= room else "its slots and max_queued_requests"
         raise bad_request(
-            f"{prompts} prompts with n = {clip(str(n))} are too many choices; one request may ask for "
+            f"{prompts} prompts with {name} = {clip(str(n))} are too many choices; one request may ask for "
             f"{min(limit, room)} ({why})",
-            param="n" if prompts == 1 else "prompt",
+            param=name if prompts == 1 else "prompt",
         )
 
 

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse
 from nxd_server.http.error_responses import unsupported
 from nxd_server.http.openai.embeddings import embed, encode_input, encoded, listed, usage_of
 from nxd_server.http.openai.schemas import PoolingBody
-from nxd_server.http.request_context import context_of, require_task
+from nxd_server.http.request_context import require_task
 
 NAMES = {"embed": "embed", "classify": "classify", "token-classification": "token_classify"}
 """vLLM's names of our tasks."""
@@ -16,8 +16,7 @@ NAMES = {"embed": "embed", "classify": "classify", "token-classification": "toke
 
 async def pooling(request: Request, body: PoolingBody) -> JSONResponse:
     """Return each text's embedding, a classifier's probabilities, or those of each token."""
-    service = context_of(request).service
-    require_task(service, "/pooling", *NAMES)
+    service = require_task(request, "/pooling", *NAMES)
     task = service.task
     if body.task not in (None, NAMES[task]):
         raise unsupported("task", f"{service.model_name!r} was traced for {NAMES[task]}")

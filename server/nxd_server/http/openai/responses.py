@@ -50,7 +50,6 @@ class ResponsesBody(SamplerBody, Templated):
         "top_logprobs": equals(0),
     }
 
-    model: str | None = Field(None, description="The served model's name, which is the default, or an adapter's.")
     input: Any = Field(..., description="Text, or a list of items: messages, calls, their outputs, reasoning.")
     instructions: str | None = Field(None, description="The system's message, of this request only.")
     previous_response_id: str | None = Field(None, description="Of a stored response that this one continues.")

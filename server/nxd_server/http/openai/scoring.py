@@ -35,7 +35,6 @@ class MatchBody(QueuedBody):
         "add_special_tokens": is_one_of(True),
     }
 
-    model: str | None = None
     truncate_prompt_tokens: Whole | None = Field(None, description=TRUNCATE)
     use_activation: bool = Field(True, description="False: a cross-encoder's scores are its logits.")
 
@@ -148,8 +147,7 @@ async def _scores(
     request: Request, body: MatchBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str]
 ) -> tuple[list[float], dict[str, int]]:
     """Return each pair's score, and the tokens that it took; ``names``: of the fields."""
-    service = context_of(request).service
-    require_task(service, request.scope["path"], "classify", "embed")
+    service = require_task(request, request.scope["path"], "classify", "embed")
     encoder = service.require_encoder()
     options = {"truncate_prompt_tokens": body.truncate_prompt_tokens}
     if encoder.task == "embed":
