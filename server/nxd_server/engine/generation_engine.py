@@ -307,16 +307,14 @@ class Engine(EngineCore):
             self._scheduler.add(choice)
         for ticket in cancels:
             for choice in ticket.choices:
-                if not choice.ended:
-                    self._finish(choice, "cancelled")
+                self._finish(choice, "cancelled")
         for ticket in late:
             for choice in ticket.choices:
-                if not choice.ended:
-                    error = DeadlineExceededError(
-                        f"the request was not finished within its {ticket.timeout:.3g} s "
-                        f"({len(choice.output)} tokens were generated)"
-                    )
-                    self._fail(choice, error, "deadline")
+                error = DeadlineExceededError(
+                    f"the request was not finished within its {ticket.timeout:.3g} s "
+                    f"({len(choice.output)} tokens were generated)"
+                )
+                self._fail(choice, error, "deadline")
 
     def _begin_step(self, step: Step) -> None:
         """Give ``step`` to the ranks, without the rows whose inputs cannot be written."""

@@ -176,7 +176,7 @@ class OneShotEngine(EngineCore):
         for job in [job for job in self._pending if job.future.cancelled()]:
             self._pending.remove(job)
             job.future.set_running_or_notify_cancel()
-            self._cancelled(job)
+            self._end(job, "cancelled")
         ready = self._ready()
         if not ready:
             return False
@@ -203,7 +203,7 @@ class OneShotEngine(EngineCore):
                 self.gate.begin(job.whole)
                 self._current.append(job)
             else:
-                self._cancelled(job)
+                self._end(job, "cancelled")
         new = [job for job in self._current if not job.begun]
         for job in new:
             job.begun = True
@@ -322,25 +322,18 @@ class OneShotEngine(EngineCore):
         except Exception as error:
             self._fail(job, GenerationError(f"the outputs could not be converted: {error}"))
             return
-        self.queue.ended("done", job.whole)
-        job.future.set_result(result)
-        self._report_end(job)
+        self._end(job, "done", lambda: job.future.set_result(result))
 
     def _fail(self, job: Job, error: Exception) -> None:
-        if job.future.cancelled():
-            outcome = "cancelled"
-        else:
-            outcome = "deadline" if isinstance(error, DeadlineExceededError) else "error"
+        late = isinstance(error, DeadlineExceededError)
+        outcome = "cancelled" if job.future.cancelled() else "deadline" if late else "error"
+        self._end(job, outcome, lambda: job.future.set_exception(error))
+
+    def _end(self, job: Job, outcome: str, tell: Callable[[], None] | None = None) -> None:
+        """Count the end, and only then ``tell`` the caller, unless it has cancelled the call."""
         self.queue.ended(outcome, job.whole)
-        if job.future.running() or job.future.set_running_or_notify_cancel():
-            job.future.set_exception(error)
-        self._report_end(job)
-
-    def _cancelled(self, job: Job) -> None:
-        self.queue.ended("cancelled", job.whole)
-        self._report_end(job)
-
-    def _report_end(self, job: Job) -> None:
+        if tell is not None and (job.future.running() or job.future.set_running_or_notify_cancel()):
+            tell()
         if not job.begun:
             self.queue.withdrawn(job)
         self.gate.end(job.whole)

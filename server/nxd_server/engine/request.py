@@ -290,11 +290,8 @@ class Inbox:
     def empty(self) -> list[Sequence]:
         """Return new choices and drop cancellations and deadlines, because everything is ending."""
         with self._lock:
-            arrivals = list(self.arrivals)
-            self.arrivals.clear()
-            self._cancels.clear()
             self._deadlines.clear()
-        return arrivals
+            return self.take()[0]
 
 
 _MASK = (1 << 64) - 1

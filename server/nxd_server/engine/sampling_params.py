@@ -204,7 +204,9 @@ def _logit_bias(value: Any) -> dict[int, float]:
         raise RequestError("logit_bias", f"must be a mapping from token ids to numbers, got {value!r}")
     biases = {}
     for token, bias in value.items():
-        if isinstance(token, str) and token.strip().isdecimal() and len(token) < 20:  # JSON has string keys only
+        if isinstance(token, str):  # JSON has string keys only
+            if not (token.isascii() and token.isdigit() and len(token) < 12):
+                raise RequestError("logit_bias", f"{token[:100]!r} is not a token id")
             token = int(token)
         biases[_number("logit_bias", token, TOKEN_ID)] = _number("logit_bias", bias, BIAS)
     return biases

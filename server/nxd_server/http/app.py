@@ -166,10 +166,8 @@ async def invocations(request: Request) -> Any:
     raise bad_request(why + needed.get(service.task, "`inputs`"), code="missing_parameter")
 
 
-async def _http_exception(request: Request, error: Exception) -> Any:
-    """Convert the framework's own errors (404, 405) to our format."""
-    if not isinstance(error, HTTPException):
-        raise error
+async def _http_exception(request: Request, error: Any) -> Any:
+    """Convert the framework's own errors (404, 405), each an HTTPException, to our format."""
     path = request.scope["path"].encode("utf-8", "backslashreplace").decode()[:200]
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 404:

@@ -213,15 +213,10 @@ class MistralReader:
     def __init__(self, names: Collection[str]):
         self._names = frozenset(names)
         self.held: list[str] = []
-        self._begun = False
-        """Whether what is held begins like a call."""
-
-    @property
-    def holds(self) -> bool:
-        return self._begun
+        self.holds = False
 
     def feed(self, text: str) -> Read:
-        if self._begun:
+        if self.holds:
             self.held.append(text)
             return "", []
         data, place = "".join((*self.held, text)), 0
@@ -229,7 +224,7 @@ class MistralReader:
             place = start + len(TOOL_CALLS)
             begun = self._begins(data[place : place + 2 * MOST_BLANKS + LONGEST_NAME])
             if begun is not False:
-                self.held, self._begun = [data[start:]], begun is True
+                self.held, self.holds = [data[start:]], begun is True
                 return data[:start], []
         keep = overlap(data, TOOL_CALLS, len(data) - place)
         self.held = [data[len(data) - keep :]] if keep else []
@@ -249,7 +244,7 @@ class MistralReader:
 
     def end(self) -> Read:
         data = "".join(self.held)
-        self.held, self._begun = [], False
+        self.held, self.holds = [], False
         said: list[str] = []
         calls: list[ToolCall] = []
         place = failures = 0

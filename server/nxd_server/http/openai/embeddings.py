@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,8 +43,7 @@ RETRY_SECONDS = 0.05
 
 async def embeddings(request: Request, body: EmbeddingBody) -> JSONResponse:
     """Return one vector per text, in the order of the texts."""
-    service = context_of(request).service
-    require_task(service, "/v1/embeddings", "embed")
+    service = require_task(request, "/v1/embeddings", "embed")
     results, vectors = await embed(request, body)
     data = [
         {"object": "embedding", "index": index, "embedding": encoded(vector, body.encoding_format)}
@@ -55,8 +55,7 @@ async def embeddings(request: Request, body: EmbeddingBody) -> JSONResponse:
 async def classify(request: Request, body: ClassifyBody) -> JSONResponse:
     """Return each text's most likely label and all probabilities, or the raw scores if there are none; of a token
     classifier the entities in each text."""
-    service = context_of(request).service
-    require_task(service, "/v1/classify", "classify", "token-classification")
+    service = require_task(request, "/v1/classify", "classify", "token-classification")
     if service.task == "token-classification":
         return await _entities(request, body)
     if body.aggregation_strategy is not None:
@@ -192,19 +191,15 @@ async def tokens_of(
 
     ``path_of`` names a text by its index in ``texts``. After a cancellation no further text is begun.
     """
-    left = False
+    left = threading.Event()
 
     def encode() -> list[Tokens]:
         options: dict[str, Any] = {"prompt_name": prompt_name, "truncate_prompt_tokens": truncate_prompt_tokens}
         several = enumerate(texts)
-        return [encoder.tokens(text, field=path_of(place), **options) for place, text in several if not left]
-
-    def leave() -> None:
-        nonlocal left
-        left = True
+        return [encoder.tokens(text, field=path_of(place), **options) for place, text in several if not left.is_set()]
 
     characters = sum(len(part) for text in texts for part in _parts(text))
-    return encode() if characters <= INLINE_TEXT else await context.encoders.run(encode, leave)
+    return encode() if characters <= INLINE_TEXT else await context.encoders.run(encode, left.set)
 
 
 def _parts(text: Text) -> Sequence[str]:

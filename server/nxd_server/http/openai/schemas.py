@@ -96,7 +96,6 @@ class SamplingBody(SamplerBody):
         "no_stop_trim": "include_stop_str_in_output",
     }
 
-    model: str | None = Field(None, description="The served model's name, which is the default, or an adapter's.")
     stream: bool = Field(False, description="Answer as server-sent events, one chunk per piece of text.")
     stream_options: StreamOptions | None = None
 
@@ -154,19 +153,13 @@ class SamplingBody(SamplerBody):
         out of range."""
         given = {name: value for name in SAMPLER_FIELDS if (value := getattr(self, name)) is not None}
         names = ("seed", "stop", "stop_token_ids", "n", "min_tokens", "ignore_eos", "include_stop_str_in_output")
-        names += ("skip_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs")
+        names += ("skip_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs", "logit_bias")
         same = {name: getattr(self, name) for name in names}
-        biases: dict[int, float] = {}
-        for token, bias in self.logit_bias.items():
-            if not (token.isascii() and token.isdigit() and len(token) < 12):
-                raise bad_request(f"`logit_bias`: {clip(token)!r} is not a token id", param="logit_bias")
-            biases[int(token)] = bias
         return SamplingParams(
             **{**defaults, **given, **same},
             max_tokens=max_tokens,
             logprobs=logprobs,
             cache_salt=self.cache_salt if self.cache_prompt else secrets.token_hex(16),
-            logit_bias=biases,
         )
 
 
@@ -237,7 +230,6 @@ class EmbeddingBody(QueuedBody):
     }
 
     input: Any = Field(..., description="Text, a list of texts, token ids, or a list of lists of token ids.")
-    model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     truncate_prompt_tokens: Whole | None = Field(None, description=TRUNCATE)
     prompt_name: str | None = Field(
@@ -261,7 +253,6 @@ class ClassifyBody(QueuedBody):
     NEUTRAL: ClassVar[Neutral] = EmbeddingBody.NEUTRAL
 
     input: Any = Field(..., description="As for embeddings, or a list of pairs of texts, each pair one input.")
-    model: str | None = None
     truncate_prompt_tokens: Whole | None = Field(None, description=TRUNCATE)
     use_activation: bool = Field(True, description="False: logits instead of probabilities.")
     aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = Field(
