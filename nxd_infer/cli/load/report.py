@@ -80,12 +80,21 @@ def show(target: str, found: dict[str, Any], streams: Sequence[Stream], options:
         console.print(f"wrote {options.plot}", markup=False)
 
 
-def draw(path: Path, title: str, streams: Sequence[Stream]) -> None:
-    """Tokens a second over time, and the shares of answers that took no longer. Raises NxdError without matplotlib."""
+def check_drawable(path: Path) -> None:
+    """Raise NxdError if no plot can be drawn into a file of this name: before the load, which may take long."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError:
         raise NxdError("--plot needs matplotlib: pip install 'nxd-infer[bench]'") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise NxdError(f"--plot draws no file such as {str(path)!r}: let its name end in .{', .'.join(sorted(kinds))}")
+
+
+def draw(path: Path, title: str, streams: Sequence[Stream]) -> None:
+    """Tokens a second over time, and the shares of answers that took no longer."""
+    from matplotlib.figure import Figure
+
     good = [stream for stream in streams if stream.done and stream.times]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     figure.suptitle(title)

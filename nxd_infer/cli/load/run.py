@@ -31,6 +31,8 @@ part during there later under such state many where before water school war long
 
 def run(target: str, options: LoadOptions) -> int:
     """Print the figures of a server, or of an artifact, which is served meanwhile; return 1 if a request failed."""
+    if options.plot is not None:
+        report.check_drawable(options.plot)
     with _served(target) as url:
         to = Server(url, options.api_key or os.environ.get("OPENAI_API_KEY"))
         with progress_bar(aside, drawn=aside.is_terminal) as display:

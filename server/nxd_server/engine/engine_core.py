@@ -123,6 +123,8 @@ class EngineHealth:
     """Seconds since the restart of the ranks began; None if there is none."""
     stage: str = ""
     """What the restart is waiting for."""
+    draft: dict[str, Any] | None = None
+    """Whether the draft model guesses (``ready``), and its ``restarts``; None without one."""
 
 
 class EngineCore:

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 from typing import Any
 
 from nxd_infer.errors import ModelConfigError
@@ -23,7 +24,7 @@ from nxd_infer.runtime.rank_model import RankModel
 from nxd_server.engine.adapter_slots import Adapters
 from nxd_server.engine.admission import WholeRequest, check_timeout
 from nxd_server.engine.draft_model import DraftModel, DraftSpeculation
-from nxd_server.engine.engine_core import EngineCore, EngineStats
+from nxd_server.engine.engine_core import EngineCore, EngineHealth, EngineStats
 from nxd_server.engine.request import (
     ErrorEvent,
     Event,
@@ -242,6 +243,11 @@ class Engine(EngineCore):
         stats.draft_tokens, stats.accepted_tokens = self._speculation.drafted, self._speculation.accepted
         stats.kv_usage = self._live_tokens / (self.slots * self.max_len)
         return stats
+
+    def health(self) -> EngineHealth:
+        draft, found = self._draft, super().health()
+        told = None if draft is None else {"ready": draft.ready, "restarts": draft.restarts.count}
+        return replace(found, draft=told)
 
     def _checked_params(self, params: SamplingParams) -> list[Sampler]:
         if params.stop and self.tokenizer is None:

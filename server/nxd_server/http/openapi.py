@@ -94,6 +94,7 @@ Bucket name=str object=str model?=str executions?=int seconds?=float useful_toke
 Buckets object=str data=[Bucket]
 Status status=str error?=ErrorDetails uptime?=float restarts?=int ranks?=[object] last_step_age?=float
  step_running?=float recovery?=object running?=int waiting?=int slots_free?=int weight_version?=int models?=object
+ draft?=object
 Versions version=str torch=str python=str
 """
 """Answers and their parts: the fields, of which those with ``?`` may be null or left out."""

@@ -66,8 +66,8 @@ class TgiBody(Body):
 
 async def generate(request: Request, body: TgiBody) -> Response:
     """Complete a text, at once or as a stream."""
-    request.scope[FIELDS] = {**{name: f"parameters.{name}" for name in SAME}, "prompt": "inputs"}
-    request.scope[FIELDS] |= {name: f"parameters.{own}" for name, own in OTHERS.items()}
+    called = {**{name: name for name in SAME}, **OTHERS, "n": "best_of"}
+    request.scope[FIELDS] = {"prompt": "inputs", **{name: f"parameters.{own}" for name, own in called.items()}}
     given, path = Parameters.parse(body.parameters), request.scope["path"]
     stream = body.stream or path == "/generate_stream"
     sampled = given.do_sample or any(getattr(given, name) is not None for name in ("temperature", "top_k", "top_p"))

@@ -52,6 +52,7 @@ def test_a_load_is_sent_counted_and_drawn(server, tmp_path: Path):
         (("http://127.0.0.1:9",), "cannot be reached"),
         (("./nothing",), "neither an artifact nor a URL"),
         (("URL", "--goodput", "ttft=3"), "ttft:500"),
+        (("URL", "--plot", "load.xyz"), "'load.xyz': let its name end in"),  # before a request, which has no key
         (("URL", "--shared-prefix", "900"), "at most prompt_tokens (128), got 900"),
     ],
 )

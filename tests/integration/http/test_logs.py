@@ -6,8 +6,9 @@ import fcntl
 import json
 import logging
 import os
+import time
 
-from nxd_server.http.ops.logs import LogWriter, TextFormatter
+from nxd_server.http.ops.logs import LogWriter, Seldom, TextFormatter
 from tests.support.http.http_servers import toy_server, wait_for
 
 COMPLETIONS = "/v1/completions"
@@ -78,3 +79,23 @@ def test_a_line_of_text_logs_cannot_be_forged():
     record = logging.LogRecord("nxd_server.access", logging.INFO, "", 0, "GET %s", ("/a\n12:00 INFO \x1b[31m\r",), None)
     assert TextFormatter().format(record).count("\n") == 0
     assert "\x1b" not in TextFormatter().format(record)
+
+
+def test_a_library_that_repeats_itself_is_heard_at_once_and_then_seldom():
+    told, handler = [], logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    handler.addFilter(Seldom(0.5))
+
+    def say(name, level=logging.WARNING):
+        handler.handle(logging.LogRecord(name, level, "", 0, "no %s", ("receiver",), None))
+
+    for _ in range(5):
+        say("opentelemetry.exporter")
+    assert told == ["no receiver"]
+    say("opentelemetry.exporter", logging.ERROR)
+    say("nxd_server")
+    say("nxd_server")
+    assert told == ["no receiver"] * 4, "of another level, and what is our own"
+    time.sleep(0.6)
+    say("opentelemetry.exporter")
+    assert told[4:] == ["no receiver (4 more since the last such line)"]

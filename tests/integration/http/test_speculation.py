@@ -121,12 +121,14 @@ def test_a_draft_killed_under_load_changes_no_answer_and_comes_back(artifact, gu
     texts = greedy_texts(artifact.parent / "model", PROMPTS, TOKENS)
     ranks = {pid for pid in descendants(guessing.process.pid) if name_of(pid) == "nxd rank 0"}
     (pid,) = ranks - {*rank_pids(guessing)}
+    assert guessing.get("/health").json()["draft"] == {"ready": True, "restarts": 0}
     with Load(guessing, texts) as load:
         wait_for(lambda: len(load.answers) > 10)
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: "the draft model guesses again" in guessing.log)
         seen = len(load.answers)
         wait_for(lambda: len(load.answers) > seen + 20)
+    assert guessing.get("/health").json()["draft"] == {"ready": True, "restarts": 1}
     assert not load.refused and not load.cut and not load.wrong
     assert "answers go on without it" in guessing.log and guessing.metric("nxd_engine_restarts_total") == 0
     assert guessing.stop() == 0 and not descendants(guessing.process.pid)

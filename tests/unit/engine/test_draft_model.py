@@ -244,6 +244,7 @@ def test_without_its_ranks_answers_go_on_and_the_draft_comes_back_if_it_may(engi
     dies(draft)  # as often as the limit allows, and no more
     assert ask(engine, HALF, params).tokens[0] == expected
     assert not engine._draft.ready and draft.restarts == 1
+    assert engine.health().draft == {"ready": False, "restarts": 1}
 
 
 def test_lost_ranks_of_the_target_and_new_weights_leave_the_draft_as_it_is(engines):

@@ -97,6 +97,8 @@ def _copy(replica: Replica) -> dict[str, Any]:
     if engine.recovering_for is not None:
         times = {"expected": replica.recovery.expected, "limit": replica.recovery.limit}
         found["recovery"] = {"stage": engine.stage, "seconds": round(engine.recovering_for, 1), **times}
+    if engine.draft is not None:
+        found["draft"] = engine.draft
     found |= {"restarts": stats.restarts, "weight_version": replica.engine.gate.version}
     return found | {"running": stats.running, "waiting": stats.waiting, "slots_free": stats.slots_free}
 

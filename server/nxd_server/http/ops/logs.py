@@ -60,6 +60,27 @@ class TextFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
+class Seldom(logging.Filter):
+    """Of the records of one of OpenTelemetry's loggers at one level, lets a first one pass, and then one in so many
+    ``seconds``, with the number of those left out: a receiver that is gone is reported whenever it is tried."""
+
+    def __init__(self, seconds: float = 60.0):
+        super().__init__("opentelemetry")
+        self._seconds = seconds
+        self._known: dict[tuple[str, int], tuple[float, int]] = {}
+        """When the next one may pass, and how many were left out since the last."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not super().filter(record):
+            return True  # another library's, or our own
+        key, now = (record.name, record.levelno), time.monotonic()
+        due, left_out = self._known.get(key, (now, 0))
+        self._known[key] = (due, left_out + 1) if now < due else (now + self._seconds, 0)
+        if now >= due and left_out:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} more since the last such line)", ()
+        return now >= due
+
+
 def configure(log_format: str, level: str) -> None:
     """Log to standard error, once; uvicorn's own loggers and OpenTelemetry's use the same handler."""
     try:
@@ -67,6 +88,7 @@ def configure(log_format: str, level: str) -> None:
     except OSError:  # a stream of Python's own, in an interactive environment
         handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.addFilter(Seldom())
     for name in ("nxd_server", "nxd_infer", "uvicorn", "opentelemetry"):
         logger = logging.getLogger(name)
         for former in logger.handlers:
