@@ -583,6 +583,8 @@ class Service:
         """Load an adapter into every copy, or into none. Raises as :meth:`Adapters.load`."""
         self.require_engine()
         loaded: list[Engine] = []
+        if not self._changing.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+            raise WeightsBusyError(f"another change of the weights was not over after {timeout:g} s; try again")
         try:
             for _, worker in self._running():
                 adapter = cast("Engine", worker).adapters.load(name, path, timeout)
@@ -591,6 +593,8 @@ class Service:
             for worker in loaded:
                 worker.adapters.remove(name)
             raise
+        finally:
+            self._changing.release()
         return adapter
 
     def remove_adapter(self, name: str) -> Adapter:

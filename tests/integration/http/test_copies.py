@@ -111,6 +111,28 @@ def test_an_adapter_is_in_every_copy_or_in_none(server, root, model_dir):
         is_error(server.post(COMPLETIONS, body_of(PROMPTS[0], model="own")), 404, code="model_not_found")
 
 
+def test_while_an_adapter_is_on_its_way_new_weights_are_refused_by_all_copies(server, root, model_dir, texts):
+    write_adapter(root / "late", model_dir, rank=4)
+    pids, versions = rank_pids(server), [copy["weight_version"] for copy in copies(server)]
+    os.kill(pids[1], signal.SIGSTOP)
+    with ThreadPoolExecutor(5) as pool:
+        try:
+            answers = [pool.submit(server.post, COMPLETIONS, body_of(prompt)) for prompt in PROMPTS[:4]]
+            wait_for(lambda: copies(server)[1]["running"] > 0, 60)
+            loading = pool.submit(server.post, "/v1/adapters", {"name": "late", "path": "late"}, **ADMIN)
+            # a folder without weights: until the adapter's turn has begun, the first copy finds that out
+            swap = {"path": "late", "timeout": 60}
+            wait_for(lambda: server.post("/v1/weights", swap, **ADMIN).status_code == 409, 30)
+            refused = is_error(server.post("/v1/weights", swap, **ADMIN), 409, code="weights_busy")
+            assert "copies" not in refused["message"]
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        assert loading.result(120).status_code == 200
+        assert all(answer.result(120).status_code == 200 for answer in answers)
+    assert [copy["weight_version"] for copy in copies(server)] == versions
+    server._client.delete(f"{server.url}/v1/adapters/late", **ADMIN)
+
+
 def test_streams_that_have_begun_end_with_an_error_and_those_that_wait_move(tmp_path, tokenizer):
     """Over two toys of four slots: eight run, four wait. One toy dies in its next step."""
     fails = tmp_path / "fails"
