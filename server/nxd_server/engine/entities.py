@@ -55,7 +55,8 @@ def entities_in(
     if strategy == "none":
         found = [(labels[piece.label], piece) for piece in pieces if labels[piece.label] != OUTSIDE]
         return [{"entity": label, "index": one.index, **_told(one.text, [one])} for label, one in found]
-    join = _joiner(tokenizer)
+    decoder = tokenizer.raw.decoder
+    join = " ".join if decoder is None else decoder.decode
     if strategy != "simple":
         pieces = [_word(group, strategy, join) for group in _split(pieces, lambda _, piece: not piece.continues)]
 
@@ -118,8 +119,3 @@ def _word(group: list[_Piece], strategy: str, join: Callable[[list[str]], str]) 
         found = np.mean([piece.probabilities for piece in group], axis=0)
     first = group[0]
     return _Piece(join([piece.text for piece in group]), first.start, group[-1].end, first.index, False, found)
-
-
-def _joiner(tokenizer: Tokenizer) -> Callable[[list[str]], str]:
-    decoder = tokenizer.raw.decoder
-    return " ".join if decoder is None else decoder.decode

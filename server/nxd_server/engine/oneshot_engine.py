@@ -256,11 +256,7 @@ class OneShotEngine(EngineCore):
         except FATAL:
             raise
         except Exception as error:  # only this step is lost
-            self._current = []
-            if len(jobs) == 1:
-                self._fail(jobs[0], _failure(error))
-                return
-            self._separate(jobs)
+            self._blame(_failure(error))
             return
         self._current = []
         self._proven = functools.partial(self.steps.timed, bucket.name, tensors)
@@ -300,8 +296,7 @@ class OneShotEngine(EngineCore):
         except FATAL:
             raise
         except Exception as error:
-            self._current = []
-            self._fail(job, _failure(error))
+            self._blame(_failure(error))
             return
         self.steps.worked, self._proven = True, call
         self._current = []
@@ -352,17 +347,18 @@ class OneShotEngine(EngineCore):
         if not isinstance(error, RankFailedError):
             super()._ranks_lost(error)
             return
+        failure = GenerationError(f"the model failed on this request's inputs: {summary(error)}")
+        failure.__cause__ = error
+        self._blame(failure)
+
+    def _blame(self, error: Exception) -> None:
+        """Fail the job in the step with ``error``. Of several it is unknown which one is at fault: each is run alone,
+        before all others."""
         suspects, self._current = self._current, []
         if len(suspects) == 1:
-            failure = GenerationError(f"the model failed on this request's inputs: {summary(error)}")
-            failure.__cause__ = error
-            self._fail(suspects[0], failure)
+            self._fail(suspects[0], error)
             return
-        self._separate(suspects)
-
-    def _separate(self, jobs: list[Job]) -> None:
-        """Run each of ``jobs`` alone, before all others, because one of them is at fault and it is unknown which."""
-        for job in jobs:
+        for job in suspects:
             job.alone = True
             self._pending.add(job)
 

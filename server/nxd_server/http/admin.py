@@ -30,7 +30,7 @@ from nxd_server.engine.adapter_slots import Adapter
 from nxd_server.errors import AdapterConflictError, ForbiddenPathError, RequestError
 from nxd_server.http.error_responses import ApiError
 from nxd_server.http.request_body import Body, Neutral, is_one_of
-from nxd_server.http.request_context import context_of, require_admin
+from nxd_server.http.request_context import context_of
 from nxd_server.http.scope_keys import FIELDS
 from nxd_server.threads import in_thread
 
@@ -152,8 +152,8 @@ async def list_adapters(request: Request) -> dict[str, Any]:
 
 async def remove_adapter(request: Request, name: str) -> dict[str, Any]:
     """Withdraw an adapter from new requests; its slot is free when the requests in ``running`` have ended."""
-    require_admin(request)
     context = context_of(request)
+    context.keys.check_admin(request.scope)
     service = context.models.find(name) or context.service
     return {**_card(await asyncio.to_thread(service.remove_adapter, name)), "deleted": True}
 

@@ -13,15 +13,15 @@ from starlette.responses import JSONResponse
 
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.request import Usage
-from nxd_server.http.blocks import Block, BlockAnswer, check_answers, check_fields, sse, text_parts
-from nxd_server.http.error_responses import NO_THREADS, ApiError, bad_request, clip, missing_field, unsupported
+from nxd_server.http.blocks import Block, BlockAnswer, check_answers, sse, text_parts
+from nxd_server.http.error_responses import NO_THREADS, ApiError, check_fields, clip, missing_field, unsupported, wrong
 from nxd_server.http.openai.chat import Conversation, chat_prompt, conversation, thinking_switch
 from nxd_server.http.openai.generation import respond
 from nxd_server.http.openai.schemas import MOST_MESSAGES, ChatBody, SamplerBody
 from nxd_server.http.openai.tools import offered_tools
 from nxd_server.http.request_body import Body, Listed, Neutral, Templated, Whole, is_empty, is_one_of
-from nxd_server.http.request_context import context_of, request_id, require_task, unless_left
-from nxd_server.http.scope_keys import FIELDS
+from nxd_server.http.request_context import context_of, require_task, unless_left
+from nxd_server.http.scope_keys import FIELDS, REQUEST_ID
 
 BLOCK_FIELDS = {
     "text": frozenset({"type", "text", "cache_control", "citations"}),
@@ -75,11 +75,12 @@ class MessagesBody(CountBody):
 async def messages(request: Request, body: MessagesBody) -> Any:
     """Answer a conversation, at once or as a stream."""
     if body.thread is not None:
-        raise bad_request("`thread` is not supported by this server: send the whole conversation", "thread", NO_THREADS)
+        words = "`thread` is not supported by this server: send the whole conversation"
+        raise ApiError(400, words, param="thread", code=NO_THREADS)
     chat = _chat_body(request, body)
     more = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None, "stream": body.stream}
     one = await conversation(request, ChatBody.parse({**chat, **more}), "/v1/messages")
-    return await respond(request, body.stream, one.generation, _Message(one, request_id(request)))
+    return await respond(request, body.stream, one.generation, _Message(one, request.scope[REQUEST_ID]))
 
 
 async def count_tokens(request: Request, body: CountBody) -> JSONResponse:
@@ -117,7 +118,7 @@ def _chat_body(request: Request, body: CountBody) -> dict[str, Any]:
 def _messages(body: CountBody) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the messages of a chat, and where each comes from. Turns of one role are one, as in Anthropic's API."""
     if not body.messages:
-        raise bad_request("`messages` must hold at least one message", "messages")
+        raise wrong("messages", "must hold at least one message")
     found: list[dict[str, Any]] = []
     origins: list[str] = []
     system = _check_blocks(body.system, "system", ("text",)) if body.system else []
@@ -128,9 +129,7 @@ def _messages(body: CountBody) -> tuple[list[dict[str, Any]], list[str]]:
             system = [*system, *_check_blocks(message.get("content"), f"{where}.content", ("text",))]
             continue
         if role not in OF_ROLE:
-            raise bad_request(
-                f"`{where}.role` must be 'user' or 'assistant'; the system's text is `system`", f"{where}.role"
-            )
+            raise wrong(f"{where}.role", "must be 'user' or 'assistant'; the system's text is `system`")
         if message.get("content") is None:
             raise missing_field(f"{where}.content")
         content = _check_blocks(message["content"], f"{where}.content", OF_ROLE[role])
@@ -157,7 +156,7 @@ def _check_blocks(content: Any, where: str, kinds: tuple[str, ...]) -> list[dict
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not content:
-        raise bad_request(f"`{where}` must be a string or a non-empty list of blocks", where)
+        raise wrong(where, "must be a string or a non-empty list of blocks")
     for place, block in enumerate(content):
         path = f"{where}[{place}]"
         kind = block.get("type") if isinstance(block, dict) else None
@@ -167,9 +166,9 @@ def _check_blocks(content: Any, where: str, kinds: tuple[str, ...]) -> list[dict
         needed = {"tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}.get(kind, (kind,))
         for name in needed:
             if not isinstance(block.get(name), str):
-                raise bad_request(f"`{path}.{name}` must be a string", f"{path}.{name}")
+                raise wrong(f"{path}.{name}", "must be a string")
         if kind == "tool_use" and not isinstance(block.get("input"), dict):
-            raise bad_request(f"`{path}.input` must be an object", f"{path}.input")
+            raise wrong(f"{path}.input", "must be an object")
     return content
 
 
@@ -230,12 +229,12 @@ def _choice(choice: dict[str, Any] | None) -> tuple[Any, bool | None]:
     single = choice.get("disable_parallel_tool_use")
     if not isinstance(single, bool | None):
         field = "tool_choice.disable_parallel_tool_use"
-        raise bad_request(f"`{field}` must be true or false", field)
+        raise wrong(field, "must be true or false")
     kind = choice.get("type")
     named = {"type": "function", "function": {"name": choice.get("name")}}
     forms: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": named}
     if not isinstance(kind, str) or kind not in forms:
-        raise bad_request(f"`tool_choice.type` must be one of {', '.join(forms)}", "tool_choice.type")
+        raise wrong("tool_choice.type", f"must be one of {', '.join(forms)}")
     if kind == "tool" and not isinstance(choice.get("name"), str):
         raise missing_field("tool_choice.name")
     return forms[kind], None if single is None else not single
@@ -249,7 +248,7 @@ def _format(config: dict[str, Any]) -> dict[str, Any] | None:
     if form is None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
-        raise bad_request("`output_config.format.type` must be 'json_schema'", "output_config.format.type")
+        raise wrong("output_config.format.type", "must be 'json_schema'")
     return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
 
 
@@ -262,9 +261,9 @@ def _thinking(request: Request, thinking: dict[str, Any] | None) -> dict[str, An
         raise unsupported("thinking.display", "thinking is shown as it is")
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
-        raise bad_request("`thinking.type` must be 'enabled', 'disabled' or 'adaptive'", "thinking.type")
+        raise wrong("thinking.type", "must be 'enabled', 'disabled' or 'adaptive'")
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
-        raise bad_request("`thinking.budget_tokens` must be a positive whole number", "thinking.budget_tokens")
+        raise wrong("thinking.budget_tokens", "must be a positive whole number")
     service = context_of(request).service
     if kind == "adaptive" or (kind == "disabled" and service.reasoning_tags is None):
         return {}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from starlette.responses import Response
 
 from nxd_server.engine.request import FinishEvent, PromptEvent, Usage
-from nxd_server.http.error_responses import bad_request, clip, encode, unknown_field, unsupported
+from nxd_server.http.error_responses import bad_request, clip, encode, unsupported, wrong
 from nxd_server.http.openai.chat import Conversation
 from nxd_server.http.openai.generation import Answer, Generation, Given
 
@@ -125,9 +125,7 @@ def sse(event: str, data: dict[str, Any]) -> bytes:
     return b"event: " + event.encode() + b"\ndata: " + encode(data) + b"\n\n"
 
 
-def text_parts(
-    value: Any, where: str, kinds: tuple[str, ...], what: str = "only text is read"
-) -> str | list[dict[str, str]]:
+def text_parts(value: Any, where: str, kinds: tuple[str, ...]) -> str | list[dict[str, str]]:
     """Return content, a text or a list of parts of these ``kinds``, as a chat template takes it.
 
     Raises ApiError: 400 naming a part of another kind, such as an image.
@@ -135,25 +133,18 @@ def text_parts(
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise bad_request(f"`{where}` must be a string or a list of parts", where)
+        raise wrong(where, "must be a string or a list of parts")
     found = []
     for place, part in enumerate(value):
         path = f"{where}[{place}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds:
-            raise unsupported(f"{path}.type", f"{what}: {', '.join(kinds)}; got {clip(repr(kind))}")
+            raise unsupported(f"{path}.type", f"only text is read: {', '.join(kinds)}; got {clip(repr(kind))}")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
-            raise bad_request(f"`{path}.text` must be a string", f"{path}.text")
+            raise wrong(f"{path}.text", "must be a string")
         found.append({"type": "text", "text": text})
     return found[0]["text"] if len(found) == 1 else found or ""
-
-
-def check_fields(given: dict[str, Any], known: frozenset[str], where: str) -> None:
-    """Raise ApiError 400 for a field of ``given`` that is not null and not ``known``."""
-    for name, value in given.items():
-        if name not in known and value is not None:
-            raise unknown_field(f"{where}.{clip(name)}", known)
 
 
 def check_answers(messages: list[dict[str, Any]], places: list[str], field: str) -> None:

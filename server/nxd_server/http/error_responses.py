@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -125,6 +125,17 @@ def unknown_field(path: str, known: Iterable[str] = ()) -> ApiError:
     """``known``: the possible names for the last part of ``path``."""
     hint = did_you_mean(path.rpartition(".")[2], known)
     return bad_request(f"unknown field `{path}`{hint}", path, "unknown_parameter")
+
+
+def check_fields(given: dict[str, Any], known: Collection[str], where: str) -> None:
+    """Raise ApiError 400 for a field of ``given`` that is not null and not ``known``."""
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise unknown_field(f"{where}.{clip(name)}", known)
+
+
+def wrong(path: str, problem: str) -> ApiError:
+    return bad_request(f"`{path}` {problem}", path)
 
 
 def missing_field(path: str) -> ApiError:

@@ -213,11 +213,7 @@ Listed = Annotated[list[ItemT], Field(fail_fast=True)]
 """A list whose validation stops at its first error: reporting each takes seconds and hundreds of megabytes."""
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
+Whole = Annotated[int, BeforeValidator(lambda one: int(one) if isinstance(one, float) and one.is_integer() else one)]
 """A whole number, which JSON may write as 2.0."""
 
 
@@ -316,6 +312,16 @@ class Templated(Body):
     tools: Listed[dict[str, Any]] = Field([], description="Functions that the model may call.")
     chat_template_kwargs: dict[str, Any] = Field(
         {}, max_length=MOST_VARIABLES, description="Variables for the template."
+    )
+
+
+class Conversational(Templated):
+    """Of one that may end with a message to be continued."""
+
+    add_generation_prompt: bool | None = Field(None, description="False: the prompt begins no message of the model.")
+    continue_final_message: bool = Field(False, description="Go on with the last message instead of a new one.")
+    documents: Listed[dict[str, Any]] = Field(
+        [], max_length=MOST_VARIABLES, description="Texts that the template shows to the model."
     )
 
 

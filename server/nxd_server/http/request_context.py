@@ -57,6 +57,8 @@ IGNORED_HEADER = b"x-ignored-fields"
 MOST_IGNORED = 32
 """Fields that the header names."""
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+CROWD = "the server has reached its limit of connections (max_connections), and all of them are being answered"
+CLOSE = {"connection": "close"}
 CLIENT_CLOSED = 499
 """nginx's log status for a client that disconnected; it is never sent."""
 ANTHROPIC_PATH = "/v1/messages"
@@ -122,15 +124,6 @@ async def on_a_copy(request: Request, work: Callable[[Replica], Awaitable[T]]) -
         raise
 
 
-def request_id(request: Request) -> str:
-    return request.scope.get(REQUEST_ID, "")
-
-
-def require_admin(request: Request) -> None:
-    """Raise ApiError 401 or 403 unless the request carries the admin key."""
-    context_of(request).keys.check_admin(request.scope)
-
-
 def whole_of(request: Request) -> WholeRequest:
     """Return the object for submitting all parts of the request, so that the same weights answer them."""
     return request.scope[WHOLE]
@@ -154,7 +147,7 @@ def endpoint(
 
     async def answer(request: Request) -> Any:
         if only_admin:
-            require_admin(request)
+            context_of(request).keys.check_admin(request.scope)
         if ready:  # before the body, which an unavailable server need not read
             context_of(request).models.require_ready()
         return await answered(request, kind, handler, await json_body(request))
@@ -342,7 +335,7 @@ class RequestMiddleware:
             try:
                 _check_framing(scope)
                 if CROWDED in scope.get("state", ()) and scope["path"] not in OPEN_PATHS:
-                    raise _crowded()
+                    raise ApiError(503, CROWD, code="too_many_connections", retry_after=1, headers=CLOSE)
                 self._context.origins.check(scope)
                 whole.account = self._context.keys.check(scope)
                 if scope["method"] == "POST":
@@ -392,13 +385,7 @@ def _check_framing(scope: Scope) -> None:
     names = [name for name, _ in scope["headers"]]
     if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] != "1.1"):
         why = "a request has Content-Length or Transfer-Encoding (only in HTTP/1.1), not both"
-        raise ApiError(400, why, code="invalid_http", headers={"connection": "close"})
-
-
-def _crowded() -> ApiError:
-    why = "the server has reached its limit of connections (max_connections), and all of them are being answered"
-    close = {"connection": "close"}
-    return ApiError(503, why, code="too_many_connections", retry_after=1, headers=close)
+        raise ApiError(400, why, code="invalid_http", headers=CLOSE)
 
 
 def _request_id(scope: Scope) -> str:

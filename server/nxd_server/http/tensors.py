@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nxd_infer.util.dtypes import dtype_name
-from nxd_server.http.error_responses import bad_request, clip, missing_field, unknown_field
+from nxd_server.http.error_responses import bad_request, check_fields, clip, missing_field, wrong
 
 MOST_DIMENSIONS = 64
 MOST_NUMBERS = 2**40
@@ -35,19 +35,16 @@ def tensor_from_json(value: Any, default: torch.dtype | None, field: str) -> tor
     shape: list[int] | None = None
     dtype = default
     if isinstance(value, dict):
-        known = {"data", "dtype", "shape"}
-        unknown = sorted(set(value) - known)
-        if unknown:
-            raise unknown_field(f"{field}.{clip(unknown[0])}", known)
+        check_fields(value, ("data", "dtype", "shape"), field)
         if "data" not in value:
             raise missing_field(f"{field}.data")
         if (name := value.get("dtype")) is not None:
             if not isinstance(name, str) or name not in DTYPES:
-                raise bad_request(f"`{field}.dtype` must be one of {', '.join(DTYPES)}", f"{field}.dtype")
+                raise wrong(f"{field}.dtype", f"must be one of {', '.join(DTYPES)}")
             dtype = DTYPES[name]
         if (shape := value.get("shape")) is not None:
             if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-                raise bad_request(f"`{field}.shape` must be a list of sizes", f"{field}.shape")
+                raise wrong(f"{field}.shape", "must be a list of sizes")
             _check_shape(shape, f"{field}.shape")
         value = value["data"]
     flat, own_shape = _flatten(value, field)
@@ -61,7 +58,7 @@ def tensor_from_json(value: Any, default: torch.dtype | None, field: str) -> tor
 def _check_shape(shape: Sequence[int], field: str) -> None:
     """Also checked for a tensor without elements, because libraries multiply its sizes anyway."""
     if len(shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in shape) > MOST_NUMBERS:
-        raise bad_request(f"`{field}` is not the shape of a tensor that a model takes", field)
+        raise wrong(field, "is not the shape of a tensor that a model takes")
 
 
 def _flatten(value: Any, field: str) -> tuple[list[Any], list[int]]:
@@ -75,8 +72,8 @@ def _convert(flat: list[Any], dtype: torch.dtype | None, field: str) -> torch.Te
     kinds = set(map(type, flat))
     if not kinds <= {int, float, bool} or (bool in kinds and len(kinds) > 1):
         if list in kinds:
-            raise bad_request(f"`{field}` is ragged, or too deep: rows of it differ in length", field)
-        raise bad_request(f"`{field}` must hold numbers only, or booleans only", field)
+            raise wrong(field, "is ragged, or too deep: rows of it differ in length")
+        raise wrong(field, "must hold numbers only, or booleans only")
     if dtype is None:
         dtype = torch.bool if bool in kinds else torch.float32 if float in kinds or not kinds else torch.int64
     name = dtype_name(dtype)
@@ -131,12 +128,12 @@ def tensors_from_safetensors(text: str, field: str) -> dict[str, torch.Tensor]:
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError:
-        raise bad_request(f"`{field}` is not base64", field) from None
+        raise wrong(field, "is not base64") from None
     try:
         tensors = load(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError, OverflowError) as error:
         why = str(error).partition("\n")[0]
-        raise bad_request(f"`{field}` is not a safetensors file: {why}", field) from None
+        raise wrong(field, f"is not a safetensors file: {why}") from None
     for name, tensor in tensors.items():
         _check_shape(tensor.shape, f"{field}.{clip(name)}")
     return tensors

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from nxd_infer.util.version import VERSION
 from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent
 from nxd_server.engine.sampling_params import MAX_STOP_STRINGS
-from nxd_server.http.error_responses import ApiError, bad_request, clip, encode
+from nxd_server.http.error_responses import ApiError, clip, encode, wrong
 from nxd_server.http.openai.completions import Completion, prepared
 from nxd_server.http.openai.generation import Answer, Generation, Given, respond
 from nxd_server.http.openai.logprobs import finite
@@ -72,9 +72,7 @@ async def generate(request: Request, body: TgiBody) -> Response:
     stream = body.stream or path == "/generate_stream"
     sampled = given.do_sample or any(getattr(given, name) is not None for name in ("temperature", "top_k", "top_p"))
     if (given.best_of or 1) > 1 and not sampled:
-        raise bad_request(
-            "`parameters.best_of` needs `do_sample`: greedy answers are all the same", "parameters.best_of"
-        )
+        raise wrong("parameters.best_of", "needs `do_sample`: greedy answers are all the same")
     fields: dict[str, Any] = {
         **({} if sampled else {"temperature": 0}),
         **{name: value for name in SAME if (value := getattr(given, name)) is not None},
@@ -96,7 +94,7 @@ def _form(grammar: dict[str, Any]) -> dict[str, Any]:
         kind, value = "json", value.get("schema")
     if kind not in ("json", "regex"):
         where = "parameters.grammar.type"
-        raise bad_request(f"`{where}` must be 'json', 'regex' or 'json_schema', got {clip(repr(kind))}", where)
+        raise wrong(where, f"must be 'json', 'regex' or 'json_schema', got {clip(repr(kind))}")
     return {kind: value}
 
 
@@ -104,7 +102,6 @@ async def info(request: Request) -> dict[str, Any]:
     """What the server is and what it takes."""
     context = context_of(request)
     service = context.service
-    service.require_loaded()
     return {
         "model_id": service.model_name,
         "model_dtype": service.metadata.get("dtype"),

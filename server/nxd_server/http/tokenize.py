@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from nxd_server.engine.request import check_token_ids
-from nxd_server.http.error_responses import bad_request, unsupported
+from nxd_server.http.error_responses import bad_request, unsupported, wrong
 from nxd_server.http.openai.chat import chat_text
 from nxd_server.http.openai.schemas import MOST_MESSAGES
 from nxd_server.http.openai.tools import offered_tools
-from nxd_server.http.request_body import Body, Listed, Templated
+from nxd_server.http.request_body import Body, Conversational, Listed
 from nxd_server.http.request_context import INLINE_TEXT, Context, context_of, unless_left
 
 INLINE_TOKENS = 4096
@@ -22,14 +22,11 @@ MOST_IDS = 2**16
 """Token ids for ``/detokenize``, unless the model's maximum length is larger."""
 
 
-class TokenizeBody(Templated):
+class TokenizeBody(Conversational):
     """``POST /tokenize``: a text, or a conversation for the chat template."""
 
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = Field(None, max_length=MOST_MESSAGES)
-    add_generation_prompt: bool | None = Field(None, description="False: of a conversation without a further message.")
-    continue_final_message: bool = Field(False, description="Of a conversation whose last message is not at its end.")
-    documents: Listed[dict[str, Any]] | None = Field(None, description="Texts that the template shows to the model.")
     add_special_tokens: bool | None = Field(None, description="Of a text; by default true. A template adds its own.")
     return_token_strs: bool = False
 
@@ -50,7 +47,7 @@ async def tokenize(request: Request, body: TokenizeBody) -> JSONResponse:
         raise unsupported("add_special_tokens", "of a conversation, the chat template decides")
     for name in ("tools", "documents", "chat_template_kwargs", "continue_final_message"):
         if body.messages is None and getattr(body, name):
-            raise bad_request(f"`{name}` need `messages`", name)
+            raise wrong(name, "need `messages`")
     return await unless_left(request, _answer(context, body))
 
 
@@ -59,8 +56,7 @@ async def _answer(context: Context, body: TokenizeBody) -> JSONResponse:
     text, special, field = body.prompt or "", body.add_special_tokens is not False, "prompt"
     if body.messages is not None:
         tools = offered_tools(body.tools, None, service.tool_format)
-        form = body.add_generation_prompt, body.continue_final_message
-        text = await chat_text(service, body.messages, body.chat_template_kwargs, tools, body.documents or [], *form)
+        text = await chat_text(service, body, body.messages, body.chat_template_kwargs, tools)
         special, field = False, "messages"
     tokenizer = service.require_tokenizer()
     tokenizer.check_length(text, service.max_len, field)
@@ -83,7 +79,7 @@ async def detokenize(request: Request, body: DetokenizeBody) -> JSONResponse:
     tokenizer = service.require_tokenizer()
     most = max(MOST_IDS, service.max_len)
     if len(body.tokens) > most:
-        raise bad_request(f"`tokens` has {len(body.tokens)} ids; at most {most} are taken at once", "tokens")
+        raise wrong("tokens", f"has {len(body.tokens)} ids; at most {most} are taken at once")
     if body.tokens:
         check_token_ids(body.tokens, service.vocab_size, "tokens")
     decode = functools.partial(tokenizer.decode, body.tokens, skip_special_tokens=False)

@@ -327,10 +327,6 @@ def _raise_exception(message: str) -> None:
     raise _Refusal(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -368,7 +364,8 @@ def _environment() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
 
 

@@ -201,21 +201,18 @@ class Guide:
 
     def take(self, token: int) -> None:
         """Go on behind ``token``, which must have been allowed."""
-        if self._free is not None and (self._inside or token == self._free.first):
-            self._go_on_freely(self._free, token)
-            return
-        self._free = None
-        self._timed(lambda: self._matcher.consume_token(token))
-        self._left += SECONDS_PER_TOKEN
-
-    def _go_on_freely(self, free: FreeText, token: int) -> None:
-        if not self._inside:
+        free = self._free
+        if free is not None and self._inside:
+            text = self._tail + free.text_of(token)
+            if free.close in text:
+                self._inside, self._free = False, None
+            self._tail = text[-len(free.close) :]
+        elif free is not None and token == free.first:
             self._inside = True
-            return
-        text = self._tail + free.text_of(token)
-        if free.close in text:
-            self._inside, self._free = False, None
-        self._tail = text[-len(free.close) :]
+        else:
+            self._free = None
+            self._timed(lambda: self._matcher.consume_token(token))
+            self._left += SECONDS_PER_TOKEN
 
     def _timed(self, work: Callable[[], Any]) -> Any:
         begun = time.thread_time()

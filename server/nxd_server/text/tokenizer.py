@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,10 +111,8 @@ class Tokenizer:
         self._whole: dict[int, str | None] = {}
         self.bos_token_id = self._config_id("bos_token")
         self.eos_token_id = self._config_id("eos_token")
-        self.pad_token_id = self._config_id("pad_token")
         raw.encode_special_tokens = self.config.get("split_special_tokens") is True
-        types = "token_type_ids"
-        self._types = types in self.config.get("model_input_names", [types])
+        self._types = "token_type_ids" in self.config.get("model_input_names", ["token_type_ids"])
 
     @classmethod
     def from_dir(cls, source: Source) -> Tokenizer:
@@ -126,8 +124,12 @@ class Tokenizer:
         path = files.find(TOKENIZER)
         if path is None:
             raise ModelConfigError(f"{files.directory} has no {TOKENIZER}")
-        tokenizer = _read(path, lambda: cls(RawTokenizer.from_file(str(path)), read_config(files)))
-        if files.in_artifact:
+        try:
+            with no_panics():
+                tokenizer = cls(RawTokenizer.from_file(str(path)), read_config(files))
+        except Exception as error:  # the library raises a bare Exception for a file it cannot read
+            raise ModelConfigError(f"{path} is not a tokenizer that can be read: {error}") from error
+        if files.artifact is not None:
             tokenizer.check(files)
         return tokenizer
 
@@ -347,14 +349,6 @@ def _shares(lengths: list[int], room: int) -> list[int]:
     first, second = lengths
     shorter = min(first, second, room // 2)
     return [shorter, room - shorter] if first <= second else [room - shorter, shorter]
-
-
-def _read(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
-    try:
-        with no_panics():
-            return read()
-    except Exception as error:  # the library raises a bare Exception for a file it cannot read
-        raise ModelConfigError(f"{path} is not a tokenizer that can be read: {error}") from error
 
 
 def read_config(files: TextFiles) -> dict[str, Any]:

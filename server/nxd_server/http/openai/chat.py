@@ -12,7 +12,7 @@ from starlette.requests import Request
 from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, max_new_tokens, truncation
 from nxd_server.engine.sampling_params import SamplingParams
 from nxd_server.errors import RequestError
-from nxd_server.http.error_responses import bad_request, clip, missing_field, unknown_field, unsupported
+from nxd_server.http.error_responses import bad_request, clip, missing_field, unknown_field, unsupported, wrong
 from nxd_server.http.openai.generation import Choices, Generation, Given, check_choices, respond, with_limit
 from nxd_server.http.openai.logprobs import chat_logprob
 from nxd_server.http.openai.schemas import ChatBody
@@ -26,6 +26,7 @@ from nxd_server.http.openai.tools import (
     schemas_of,
     with_calls,
 )
+from nxd_server.http.request_body import Conversational
 from nxd_server.http.request_context import (
     Context,
     compiled_grammar,
@@ -72,7 +73,7 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
         ApiError: 400 naming the message's field. (``content`` is checked when it is rendered.)
     """
     if not messages:
-        raise bad_request("`messages` must hold at least one message", param="messages")
+        raise wrong("messages", "must hold at least one message")
     checked: list[dict[str, Any]] = []
     for place, message in enumerate(messages):
         where, role = f"messages[{place}]", message.get("role")
@@ -88,7 +89,7 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
         if role == "function":
             raise unsupported(f"{where}.role", "use messages of the role 'tool'")
         if role not in ROLES:
-            raise bad_request(f"`{where}.role` must be one of {', '.join(ROLES)}", f"{where}.role")
+            raise wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}")
         if tool_format is None and role == "tool":
             raise no_tools(f"{where}.role")
         if tool_format is None and message.get("tool_calls"):
@@ -99,7 +100,7 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
             kept["reasoning_content"] = thought
         for name in ("name", "tool_call_id", "reasoning_content"):
             if not isinstance(kept.get(name), (str, type(None))):
-                raise bad_request(f"`{where}.{name}` must be a string", f"{where}.{name}")
+                raise wrong(f"{where}.{name}", "must be a string")
         if not kept.get("tool_calls", True):
             del kept["tool_calls"]  # an empty list is none to templates, too
         if thought and "tool_calls" not in kept:
@@ -114,17 +115,14 @@ def check_messages(messages: list[dict[str, Any]], tool_format: str | None) -> l
 
 async def chat_text(
     service: Any,
+    body: Conversational,
     messages: list[dict[str, Any]],
     variables: dict[str, Any],
     tools: list[dict[str, Any]],
-    documents: list[dict[str, Any]],
-    begin: bool | None,
-    go_on: bool,
 ) -> str:
-    """Return the conversation as rendered by the model's template, which is shown ``tools`` and ``documents``.
-
-    ``begin``, ``go_on``: the request's ``add_generation_prompt`` and ``continue_final_message``.
-    """
+    """Return the ``messages`` of a body as rendered by the model's template, which is shown its documents, and what is
+    left of its ``tools``."""
+    begin, go_on = body.add_generation_prompt, body.continue_final_message
     if begin and go_on:
         raise bad_request(
             "`continue_final_message` goes on with a message, and `add_generation_prompt` begins one: send one of them",
@@ -136,11 +134,11 @@ async def chat_text(
         raise bad_request(why, "messages", "no_chat_template")
     for name in variables:
         if name in RESERVED or not name.isidentifier():
-            raise bad_request(f"`chat_template_kwargs` must not set {clip(name)!r}", "chat_template_kwargs")
+            raise wrong("chat_template_kwargs", f"must not set {clip(name)!r}")
 
     most = service.require_tokenizer().most_characters(service.max_len)
     checked = check_messages(messages, service.tool_format)
-    shown: dict[str, Any] = {name: given for name, given in (("tools", tools), ("documents", documents)) if given}
+    shown: dict[str, Any] = {name: given for name, given in (("tools", tools), ("documents", body.documents)) if given}
     shown |= {"continue_final_message": True} if go_on else {"add_generation_prompt": begin is not False}
     return await template.render(checked, {**variables, **shown}, most)
 
@@ -151,11 +149,10 @@ async def chat_prompt(
     """Return the conversation's token ids, or the ``last`` of them, and where in its reasoning the answer begins."""
     service = context.service
     variables = {**_effort(service, body.reasoning_effort), **body.chat_template_kwargs}
-    form = body.add_generation_prompt, body.continue_final_message
-    text = await chat_text(service, body.messages, variables, tools, body.documents, *form)
+    text = await chat_text(service, body, body.messages, variables, tools)
     tokens = await encode_text(context, text, "messages", special=False, last=last)
     if not tokens:
-        raise bad_request("`messages` render to no tokens", "messages")
+        raise wrong("messages", "render to no tokens")
     tags = service.reasoning_tags
     return tokens, place_behind(text, tags) if tags is not None else "over"
 
@@ -193,9 +190,9 @@ async def conversation(request: Request, body: ChatBody, route: str) -> Conversa
     limits = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
     field, limit = next(((name, given) for name, given in limits.items() if given is not None), ("max_tokens", None))
     if body.max_tokens not in (None, limit):
-        raise bad_request("`max_tokens` and `max_completion_tokens` differ; they are one limit: send one", "max_tokens")
+        raise wrong("max_tokens", "and `max_completion_tokens` differ; they are one limit: send one")
     if limit is not None and limit < 1:
-        raise bad_request(f"`{field}` must be at least 1, got {limit}", field)
+        raise wrong(field, f"must be at least 1, got {limit}")
     check_choices(1, body.n, context.settings.max_choices, service.room)
     defaults = service.sampling_defaults
     params = body.sampling(limit, top, defaults)  # a wrong value: before a long conversation is tokenized
@@ -266,9 +263,9 @@ def _top_logprobs(body: ChatBody, most: int) -> int | None:
     """Return how many alternatives to request from the engine; ``None`` without log-probabilities."""
     if body.top_logprobs is not None:
         if not 0 <= body.top_logprobs <= most:
-            raise bad_request(f"`top_logprobs` must be from 0 to {most}, got {body.top_logprobs}", "top_logprobs")
+            raise wrong("top_logprobs", f"must be from 0 to {most}, got {body.top_logprobs}")
         if body.top_logprobs and not body.logprobs:
-            raise bad_request("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
+            raise wrong("top_logprobs", "needs `logprobs` to be true")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from nxd_server.engine.request import FinishEvent, PromptEvent, TokenEvent, max_new_tokens, truncation
-from nxd_server.http.error_responses import bad_request, unsupported
+from nxd_server.http.error_responses import unsupported, wrong
 from nxd_server.http.openai.generation import Choices, Generation, Given, check_choices, respond, with_limit
 from nxd_server.http.openai.logprobs import LegacyLogprobs
 from nxd_server.http.openai.schemas import CompletionBody, token_lists
@@ -65,7 +65,7 @@ async def prepared(request: Request, body: CompletionBody, route: str, most_toke
     n = _generated(body)
     top = service.top_logprobs
     if body.logprobs is not None and not 0 <= body.logprobs <= top:
-        raise bad_request(f"`logprobs` must be from 0 to {top}, got {body.logprobs}", param="logprobs")
+        raise wrong("logprobs", f"must be from 0 to {top}, got {body.logprobs}")
     continues = not service.metadata.get("encodes_prompts")
     scored = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
@@ -73,7 +73,7 @@ async def prepared(request: Request, body: CompletionBody, route: str, most_toke
             raise unsupported("echo", "together with `logprobs`: this model reads a prompt as a whole")
         scored = max(body.logprobs, scored or 0)
     if body.max_tokens == 0 and not body.echo and scored is None:
-        raise bad_request("`max_tokens` must be at least 1; 0 with `echo` or `prompt_logprobs`", param="max_tokens")
+        raise wrong("max_tokens", "must be at least 1; 0 with `echo` or `prompt_logprobs`")
     tokenizer = service.require_tokenizer()
     prompts = token_lists(body.prompt, "prompt")
     if body.suffix:
@@ -109,7 +109,7 @@ def _generated(body: CompletionBody) -> int:
     """Return how many choices of a prompt are generated. Raises ApiError 400 for what a stream cannot have."""
     n = body.n if body.best_of is None else body.best_of
     if n < body.n:
-        raise bad_request(f"`best_of` must be at least `n` ({body.n}), got {n}", "best_of")
+        raise wrong("best_of", f"must be at least `n` ({body.n}), got {n}")
     for name, given in (("best_of", n > body.n), ("prompt_logprobs", body.prompt_logprobs is not None)):
         if body.stream and given:
             raise unsupported(name, "in a stream")

@@ -8,14 +8,14 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from nxd_server.errors import QueueFullError, RateLimitError, not_finished
-from nxd_server.http.error_responses import bad_request, unsupported
+from nxd_server.http.error_responses import unsupported, wrong
 from nxd_server.http.openai.schemas import ClassifyBody, EmbeddingBody, texts_or_pairs, token_lists
 from nxd_server.http.request_context import (
     INLINE_TEXT,
@@ -75,7 +75,7 @@ async def _entities(request: Request, body: ClassifyBody) -> JSONResponse:
     service = context_of(request).service
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise bad_request("`input` of a token classifier must be a text or a list of texts", "input")
+        raise wrong("input", "of a token classifier must be a text or a list of texts")
     if body.truncate_prompt_tokens is not None:
         raise unsupported("truncate_prompt_tokens", "of a token classifier: what is cut off has no labels")
     if not body.use_activation:
@@ -123,21 +123,18 @@ async def encode_texts(
     :func:`tokens_of`. Long lists go in waves, so that they leave room for other requests."""
     context_of(request).service.require_encoder()
 
-    def encode(replica: Replica) -> Awaitable[list[Encoded]]:
-        return _encode(request, cast("TextEncoder", replica.encoder), texts, path_of, **options)
-
-    return await on_a_copy(request, encode)
+    return await on_a_copy(request, lambda replica: _encode(request, replica, texts, path_of, **options))
 
 
 async def _encode(
-    request: Request, encoder: TextEncoder, texts: Sequence[Text], path_of: Callable[[int], str], **options: Any
+    request: Request, replica: Replica, texts: Sequence[Text], path_of: Callable[[int], str], **options: Any
 ) -> list[Encoded]:
-    context = context_of(request)
+    context, encoder = context_of(request), cast("TextEncoder", replica.encoder)
     settings = context.settings
     for place, text in enumerate(texts):
         path = path_of(place)
         if not text:
-            raise bad_request(f"`{path}` must not be empty", path)
+            raise wrong(path, "must not be empty")
         for part in _parts(text):
             encoder.tokenizer.check_length(part, encoder.max_len, path)
     deadline = time.monotonic() + seconds_left(request)
@@ -231,7 +228,7 @@ def _dimensions(service: Service, asked: int | None) -> int | None:
         raise unsupported("dimensions", f"{why}`matryoshka_dimensions`, so fewer would mean little; got {asked}")
     if not 1 <= asked <= size or (allowed is not True and asked not in allowed):
         known = f"from 1 to {size}" if allowed is True else f"one of {', '.join(map(str, allowed))}, or {size}"
-        raise bad_request(f"`dimensions` must be {known} for this model, got {asked}", "dimensions")
+        raise wrong("dimensions", f"must be {known} for this model, got {asked}")
     return asked
 
 

@@ -37,8 +37,8 @@ from nxd_server.http.error_responses import ApiError, bad_request, clip, encode
 from nxd_server.http.openai.logprobs import prompt_logprobs
 from nxd_server.http.openai.schemas import SamplingBody
 from nxd_server.http.request_body import ClientLeft, client_left
-from nxd_server.http.request_context import context_of, refusal_of, request_id, seconds_left, whole_of
-from nxd_server.http.scope_keys import ENDS, WHOLE
+from nxd_server.http.request_context import context_of, refusal_of, seconds_left, whole_of
+from nxd_server.http.scope_keys import ENDS, REQUEST_ID, WHOLE
 from nxd_server.threads import Mailbox
 
 if TYPE_CHECKING:
@@ -110,12 +110,10 @@ class Generation:
         self._prompts = prompts
         self._params = params
         self._n = params[0].n
-        self._receive = request.receive
-        self._timeout = seconds_left(request)
-        self._deadline = time.monotonic() + self._timeout
+        self._deadline = time.monotonic() + seconds_left(request)
         self._whole = whole_of(request)
         self._adapter = adapter
-        self._how: dict[str, Any] = {"request_id": request_id(request), "adapter": adapter, "grammar": grammar}
+        self._how: dict[str, Any] = {"request_id": request.scope[REQUEST_ID], "adapter": adapter, "grammar": grammar}
         self._bell, self.encoders = context.bell, context.encoders
         self._mailbox = Mailbox(context.bell)
         self._tickets: list[Any] = []
@@ -281,7 +279,7 @@ class Generation:
             raise self._gone()
 
     async def _watch(self) -> None:
-        await client_left(self._receive)
+        await client_left(self._request.receive)
         self._mailbox.put(_LEFT)
 
     def _gone(self) -> ClientLeft:

@@ -46,14 +46,6 @@ def prompt_logprobs(tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequenc
     return found
 
 
-def legacy_name(data: bytes) -> str:
-    """Return a token in the format of completions: bytes that are not text become ``bytes:\\xe2\\x80``."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
 class LegacyLogprobs:
     """The ``logprobs`` object of ``/v1/completions`` for one choice, built token by token.
 
@@ -96,7 +88,12 @@ class LegacyLogprobs:
         self._offset += len(self._text.push(token))
 
     def _name(self, token: int) -> str:
-        return legacy_name(self._tokenizer.token_bytes(token))
+        """Return a token in the format of completions: bytes that are not text become ``bytes:\\xe2\\x80``."""
+        data = self._tokenizer.token_bytes(token)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def take(self) -> dict[str, list]:
         """Return what was added since the last call."""

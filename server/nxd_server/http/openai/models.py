@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 def _cards(service: Service) -> list[dict[str, Any]]:
     """The model by each of its names, and its adapters."""
-    service.require_loaded()
     card = {
         "object": "model",
         "created": service.created,
@@ -55,7 +54,6 @@ async def list_buckets(request: Request) -> dict[str, Any]:
 
 
 def _buckets(service: Service) -> list[dict[str, Any]]:
-    service.require_loaded()
     stats = service.stats()
     data = []
     for bucket in service.manifest.buckets:

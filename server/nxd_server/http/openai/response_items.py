@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nxd_server.http.blocks import Block, check_answers, check_fields, text_parts
-from nxd_server.http.error_responses import bad_request, clip, missing_field, unsupported
+from nxd_server.http.blocks import Block, check_answers, text_parts
+from nxd_server.http.error_responses import bad_request, check_fields, clip, missing_field, unsupported, wrong
 
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("input_text", "output_text", "text", "refusal")
@@ -34,7 +34,7 @@ def checked_items(given: Any, find: Callable[[str], dict[str, Any] | None]) -> l
     if isinstance(given, str):
         return [_with_id({"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]})]
     if not isinstance(given, list):
-        raise bad_request("`input` must be a string or a list of items", "input")
+        raise wrong("input", "must be a string or a list of items")
     return [_checked(item, f"input[{place}]", find) for place, item in enumerate(given)]
 
 
@@ -44,7 +44,7 @@ def _with_id(item: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(item: Any, where: str, find: Callable[[str], dict[str, Any] | None]) -> dict[str, Any]:
     if not isinstance(item, dict):
-        raise bad_request(f"`{where}` must be an object", where)
+        raise wrong(where, "must be an object")
     kind = item.get("type") or (
         "message" if "role" in item else "item_reference" if set(item) <= {"id", "type"} else None
     )
@@ -57,7 +57,7 @@ def _checked(item: Any, where: str, find: Callable[[str], dict[str, Any] | None]
         if value is None and name != "id":
             raise missing_field(f"{where}.{name}")
         if not isinstance(value, str | None):
-            raise bad_request(f"`{where}.{name}` must be a string", f"{where}.{name}")
+            raise wrong(f"{where}.{name}", "must be a string")
     if kind == "item_reference":
         found = find(item.get("id") or "")
         if found is None:
@@ -67,7 +67,7 @@ def _checked(item: Any, where: str, find: Callable[[str], dict[str, Any] | None]
         return found
     if kind == "message":
         if item["role"] not in ROLES:
-            raise bad_request(f"`{where}.role` must be one of {', '.join(ROLES)}", f"{where}.role")
+            raise wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}")
         text_parts(item.get("content"), f"{where}.content", PARTS)
         if isinstance(item["content"], str):  # as it is stored and listed
             part = "output_text" if item["role"] == "assistant" else "input_text"

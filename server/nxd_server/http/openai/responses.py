@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.request import Usage
 from nxd_server.errors import MaxTokensError, PromptTooLongError, TextTooLongError
-from nxd_server.http.blocks import Block, BlockAnswer, check_fields, sse
-from nxd_server.http.error_responses import ApiError, bad_request, clip, unsupported
+from nxd_server.http.blocks import Block, BlockAnswer, sse
+from nxd_server.http.error_responses import ApiError, bad_request, check_fields, clip, unsupported, wrong
 from nxd_server.http.openai.chat import Conversation, conversation
 from nxd_server.http.openai.generation import respond
 from nxd_server.http.openai.response_items import checked_items, id_of, item_of, messages_of, part_of
@@ -74,7 +74,7 @@ async def responses(request: Request, body: ResponsesBody) -> Any:
     before = _previous(context, owner, body)
     items = checked_items(body.input, lambda id: context.responses.item(owner, id))
     if len(before) + len(items) > MOST_MESSAGES:
-        raise bad_request(f"`input` has {len(items)} items; a conversation may have {MOST_MESSAGES}", "input")
+        raise wrong("input", f"has {len(items)} items; a conversation may have {MOST_MESSAGES}")
     single = isinstance(body.input, str)
     places = ["previous_response_id"] * len(before)
     places += ["input" if single else f"input[{place}]" for place in range(len(items))]
@@ -162,7 +162,7 @@ def _format(text: dict[str, Any]) -> dict[str, Any] | None:
     if form is None:
         return None
     if not isinstance(form, dict):
-        raise bad_request("`text.format` must be an object", "text.format")
+        raise wrong("text.format", "must be an object")
     if form.get("type") != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
@@ -302,9 +302,9 @@ async def list_input_items(request: Request, response_id: str) -> JSONResponse:
     items = _stored(request, response_id)[1]
     limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= 100):
-        raise bad_request("`limit` must be from 1 to 100", "limit")
+        raise wrong("limit", "must be from 1 to 100")
     if order not in ("asc", "desc"):
-        raise bad_request("`order` must be asc or desc", "order")
+        raise wrong("order", "must be asc or desc")
     if order == "desc":
         items = items[::-1]
     if after is not None:

@@ -10,14 +10,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.sampling_params import SamplingParams
-from nxd_server.http.error_responses import ApiError, bad_request, clip
+from nxd_server.http.error_responses import ApiError, clip, wrong
 from nxd_server.http.request_body import (
-    MOST_VARIABLES,
     Body,
+    Conversational,
     Listed,
     Neutral,
     QueuedBody,
-    Templated,
     Texts,
     Whole,
     equals,
@@ -146,7 +145,7 @@ class SamplingBody(SamplerBody):
 
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise bad_request("`stream_options` is only allowed when `stream` is true", param="stream_options")
+            raise wrong("stream_options", "is only allowed when `stream` is true")
 
     def sampling(self, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the engine's parameters, with ``defaults`` for what the body omits. Raises RequestError for a value
@@ -176,7 +175,7 @@ class CompletionBody(SamplingBody):
     add_special_tokens: bool = Field(True, description="Put the model's special tokens around a text prompt.")
 
 
-class ChatBody(SamplingBody, Templated):
+class ChatBody(SamplingBody, Conversational):
     """``POST /v1/chat/completions``."""
 
     HARMLESS: ClassVar[frozenset[str]] = Body.HARMLESS | {
@@ -199,11 +198,6 @@ class ChatBody(SamplingBody, Templated):
     max_completion_tokens: Whole | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: Whole | None = Field(None, description="Most likely tokens per position; needs logprobs.")
-    continue_final_message: bool = Field(False, description="Go on with the last message instead of a new one.")
-    add_generation_prompt: bool | None = Field(None, description="False: the prompt begins no message of the model.")
-    documents: Listed[dict[str, Any]] = Field(
-        default_factory=list, max_length=MOST_VARIABLES, description="Texts that the template shows to the model."
-    )
     tool_choice: Any = Field(
         None,
         description="auto; required or one tool: the answer is a call; none: no tools; allowed_tools: some of them.",
@@ -269,10 +263,11 @@ def token_lists(value: Any, field: str) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise bad_request(f"`{field}` must be a string, a list of strings, or token ids", param=field)
-    _not_empty(value, field)
+        raise wrong(field, "must be a string, a list of strings, or token ids")
+    if not value:
+        raise wrong(field, "must not be an empty list")
     if len(value) > MOST_TEXTS and not isinstance(value[0], int | float):
-        raise bad_request(f"`{field}` has {len(value)} texts; one request may have {MOST_TEXTS}", param=field)
+        raise wrong(field, f"has {len(value)} texts; one request may have {MOST_TEXTS}")
     if all(isinstance(item, str) for item in value):
         return list(value)
     if _ids(value):
@@ -282,10 +277,9 @@ def token_lists(value: Any, field: str) -> list[str | list[int]]:
     for i, item in enumerate(value):
         path = f"{field}[{i}]"
         if not isinstance(item, list):
-            raise bad_request(
-                f"`{path}` must be a list of token ids, as `{field}` is not a list of strings", param=path
-            )
-        _not_empty(item, path)
+            raise wrong(path, f"must be a list of token ids, as `{field}` is not a list of strings")
+        if not item:
+            raise wrong(path, "must not be an empty list")
         if not _ids(item):
             raise _no_id(item, path)
     return [list(item) for item in value]
@@ -302,11 +296,6 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
-def _not_empty(value: list[Any], path: str) -> None:
-    if not value:
-        raise bad_request(f"`{path}` must not be an empty list", param=path)
-
-
 def _ids(value: list[Any]) -> bool:
     return not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31)
 
@@ -316,4 +305,4 @@ def _no_id(value: list[Any], path: str) -> ApiError:
     place = next(place for place, item in enumerate(value) if not _ids([item]))
     got = f", got {value[place]!r}" if isinstance(value[place], int | float) else ""
     at = f"{path}[{place}]"
-    return bad_request(f"`{at}` must be a token id: a whole number from 0 to {2**31 - 1}{clip(got)}", param=at)
+    return wrong(at, f"must be a token id: a whole number from 0 to {2**31 - 1}{clip(got)}")

@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from nxd_server.http.error_responses import bad_request, missing_field, unknown_field, unsupported
+from nxd_server.http.error_responses import bad_request, check_fields, missing_field, unsupported, wrong
 from nxd_server.http.openai.embeddings import encode_texts, listed, usage_of
 from nxd_server.http.openai.schemas import MOST_TEXTS, TRUNCATE
 from nxd_server.http.request_body import Neutral, QueuedBody, Whole, equals, is_empty, is_one_of
@@ -72,10 +72,10 @@ async def rerank(request: Request, body: RerankBody) -> JSONResponse:
         raise missing_field(name)
     documents = _texts(getattr(body, name), name)
     if not body.query:
-        raise bad_request("`query` must not be empty", "query")
+        raise wrong("query", "must not be empty")
     others = ("documents", "top_n") if name == "texts" else ("raw_scores", "return_text", "truncate")
-    if wrong := next((one for one in others if getattr(body, one)), None):
-        raise bad_request(f"`{wrong}` is not taken beside `{name}`", wrong)
+    if extra := next((one for one in others if getattr(body, one)), None):
+        raise wrong(extra, f"is not taken beside `{name}`")
     if name == "texts":
         cut = -1 if body.truncate else body.truncate_prompt_tokens
         body = body.model_copy(update={"use_activation": not body.raw_scores, "truncate_prompt_tokens": cut})
@@ -120,7 +120,7 @@ def _names_of(body: ScoreBody) -> tuple[str, str]:
     if second is None:
         raise missing_field(PAIRS[first][0])
     if more := sorted(given - {first, second}):
-        raise bad_request(f"`{more[0]}` is not taken beside `{first}` and `{second}`", more[0])
+        raise wrong(more[0], f"is not taken beside `{first}` and `{second}`")
     return first, second
 
 
@@ -128,9 +128,9 @@ def _texts(value: Any, field: str) -> list[str]:
     """Return a text, or the texts of a list, each a string or ``{"text": ...}``."""
     listed = value if isinstance(value, list) else [value]
     if not listed:
-        raise bad_request(f"`{field}` must not be an empty list", field)
+        raise wrong(field, "must not be an empty list")
     if len(listed) > MOST_TEXTS:
-        raise bad_request(f"`{field}` has {len(listed)} texts; one request may have {MOST_TEXTS}", field)
+        raise wrong(field, f"has {len(listed)} texts; one request may have {MOST_TEXTS}")
     return [_text(item, f"{field}[{place}]" if listed is value else field) for place, item in enumerate(listed)]
 
 
@@ -138,8 +138,8 @@ def _text(item: Any, path: str) -> str:
     text = item.get("text") if isinstance(item, dict) else item
     if not isinstance(text, str):
         raise bad_request(f'`{path}` must be a text or an object {{"text": "a text"}}', path)
-    if isinstance(item, dict) and (more := [name for name in item if name != "text" and item[name] is not None]):
-        raise unknown_field(f"{path}.{more[0][:100]}", ["text"])
+    if isinstance(item, dict):
+        check_fields(item, ["text"], path)
     return text
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from nxd_server.http.error_responses import ApiError, bad_request, clip, missing_field, unknown_field, unsupported
+from nxd_server.http.error_responses import ApiError, bad_request, check_fields, clip, missing_field, unsupported, wrong
 from nxd_server.http.openai.schemas import ChatBody, SamplingBody
 from nxd_server.text.conversation import shown_id
 from nxd_server.text.structured_outputs import COMPACT, StructuredOutputs
@@ -40,14 +40,14 @@ def offered_tools(tools: list[dict[str, Any]], choice: Any, tool_format: str | N
     none of them, and a model without tools.
     """
     if len(tools) > MOST_TOOLS:
-        raise bad_request(f"`tools` holds {len(tools)} tools; at most {MOST_TOOLS} are taken", "tools")
+        raise wrong("tools", f"holds {len(tools)} tools; at most {MOST_TOOLS} are taken")
     checked = [_checked(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     if len({tool["function"]["name"] for tool in checked}) < len(checked):
         raise bad_request("two of `tools` have one name", "tools")
     if isinstance(choice, dict) and _name_in(choice) not in {tool["function"]["name"] for tool in checked}:
-        raise bad_request(f"`tool_choice` names {clip(_name_in(choice))!r}, which `tools` lacks", "tool_choice")
+        raise wrong("tool_choice", f"names {clip(_name_in(choice))!r}, which `tools` lacks")
     if choice == "required" and not checked:
-        raise bad_request("`tool_choice` is 'required', and `tools` offers none", "tool_choice")
+        raise wrong("tool_choice", "is 'required', and `tools` offers none")
     if choice == "none" or not checked:
         return []
     if tool_format is None:
@@ -71,19 +71,17 @@ def chosen(choice: Any, tools: list[dict[str, Any]]) -> tuple[Any, list[dict[str
         given = choice if "tools" in choice else choice.get("allowed_tools")
         allowed = given.get("tools") if isinstance(given, dict) else None
         if not isinstance(given, dict) or not isinstance(allowed, list):
-            raise bad_request(f"`{where}.tools` must be a list of tools", f"{where}.tools")
+            raise wrong(f"{where}.tools", "must be a list of tools")
         names, offered = [_name_in(one) for one in allowed], [_name_in(tool) for tool in tools]
         if unknown := [name for name in names if not name or name not in offered]:
-            raise bad_request(f"`{where}.tools` names {clip(repr(unknown[0]))}, which `tools` lacks", f"{where}.tools")
+            raise wrong(f"{where}.tools", f"names {clip(repr(unknown[0]))}, which `tools` lacks")
         if given.get("mode") not in ("auto", "required"):
-            raise bad_request(f"`{where}.mode` must be 'auto' or 'required'", f"{where}.mode")
+            raise wrong(f"{where}.mode", "must be 'auto' or 'required'")
         return given["mode"], [tool for tool, name in zip(tools, offered, strict=True) if name in names]
     if isinstance(choice, dict) and kind not in ("function", "tool"):
         raise unsupported("tool_choice.type", f"only functions are called here, not {clip(repr(kind))}")
-    raise bad_request(
-        '`tool_choice` must be \'auto\', \'none\', \'required\' or {"type": "function", "function": {"name": ...}}',
-        "tool_choice",
-    )
+    form = '{"type": "function", "function": {"name": ...}}'
+    raise wrong("tool_choice", f"must be 'auto', 'none', 'required' or {form}")
 
 
 def _name_in(value: Any) -> str:
@@ -117,20 +115,16 @@ def _checked(tool: dict[str, Any], where: str) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise missing_field(f"{where}.function")
-    for name in function:
-        if name not in TOOL_FIELDS:
-            raise unknown_field(f"{where}.function.{clip(name)}", TOOL_FIELDS)
+    check_fields(function, TOOL_FIELDS, f"{where}.function")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise bad_request(
-            f"`{where}.function.name` must have 1 to {LONGEST_NAME} letters, digits, '_', '-' or '.'",
-            f"{where}.function.name",
-        )
+        problem = f"must have 1 to {LONGEST_NAME} letters, digits, '_', '-' or '.'"
+        raise wrong(f"{where}.function.name", problem)
     for field, kind, what in (("description", str, "a string"), ("parameters", dict, "an object")):
         if not isinstance(function.get(field), (kind, type(None))):
-            raise bad_request(f"`{where}.function.{field}` must be {what}", f"{where}.function.{field}")
+            raise wrong(f"{where}.function.{field}", f"must be {what}")
     if (function.get("parameters") or {}).get("type", "object") != "object":
-        raise bad_request(f"`{where}.function.parameters.type` must be 'object'", f"{where}.function.parameters.type")
+        raise wrong(f"{where}.function.parameters.type", "must be 'object'")
     kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
     if function.get("strict") is True and "parameters" in kept:
         kept["parameters"] = closed(kept["parameters"])
@@ -254,7 +248,7 @@ def is_compact(body: SamplingBody) -> bool:
     """Return whether JSON is to have no whitespace, that of ``response_format`` and of calls included."""
     asked = (body.structured_outputs or {}).get(COMPACT)
     if not isinstance(asked, bool | None):
-        raise bad_request(f"`structured_outputs.{COMPACT}` must be true or false", f"structured_outputs.{COMPACT}")
+        raise wrong(f"structured_outputs.{COMPACT}", "must be true or false")
     return bool(asked)
 
 
@@ -264,10 +258,8 @@ def _of_response_format(value: dict[str, Any] | None) -> StructuredOutputs | Non
     kind = value.get("type")
     known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
     if kind not in ("text", "json_object", "json_schema"):
-        raise bad_request(
-            f"`response_format.type` must be 'text', 'json_object' or 'json_schema', got {clip(repr(kind))}",
-            "response_format.type",
-        )
+        problem = f"must be 'text', 'json_object' or 'json_schema', got {clip(repr(kind))}"
+        raise wrong("response_format.type", problem)
     for name, given in value.items():
         if name not in known and given is not None:
             raise unsupported(f"response_format.{clip(name)}", f"a format of the type {kind!r} has no such field")
