@@ -386,7 +386,6 @@ class SlotPool:
     def __init__(self, count: int):
         if count < 1:
             raise ValueError(f"an engine needs at least one slot, got {count}")
-        self.count = count
         self._free = dict.fromkeys(range(count), _EMPTY)
         self._used: set[int] = set()
         self._turns = itertools.count(1)

@@ -135,7 +135,7 @@ async def lora(request: Request, body: LoraBody) -> Response:
     request.scope[FIELDS] = {"name": "lora_name", "path": "lora_path"}
     loads = request.scope["path"] == "/v1/load_lora_adapter"
     if loads:
-        await load_adapter(request, AdapterBody(name=body.lora_name, path=body.lora_path or ""))
+        await load_adapter(request, AdapterBody(name=body.lora_name, path=body.lora_path or "", model=body.model))
     else:
         await remove_adapter(request, body.lora_name)
     done = "added" if loads else "removed"

@@ -310,9 +310,7 @@ class Templated(Body):
     """Of a conversation, which the model's chat template renders."""
 
     tools: Listed[dict[str, Any]] = Field([], description="Functions that the model may call.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, max_length=MOST_VARIABLES, description="Variables for the template."
-    )
+    chat_template_kwargs: dict[str, Any] = Field({}, max_length=MOST_VARIABLES, description="The template's variables.")
 
 
 class Conversational(Templated):
@@ -320,9 +318,7 @@ class Conversational(Templated):
 
     add_generation_prompt: bool | None = Field(None, description="False: the prompt begins no message of the model.")
     continue_final_message: bool = Field(False, description="Go on with the last message instead of a new one.")
-    documents: Listed[dict[str, Any]] = Field(
-        [], max_length=MOST_VARIABLES, description="Texts that the template shows to the model."
-    )
+    documents: Listed[dict[str, Any]] = Field([], max_length=MOST_VARIABLES, description="Texts for the template.")
 
 
 def _got(error: ErrorDetails) -> str:

@@ -104,10 +104,8 @@ class ReasoningReader:
     def __init__(self, tags: Tags, place: Place, exact: bool = False):
         """``place``: where the answer begins. ``exact``: what comes behind the reasoning is left as it is."""
         self._tags = tags
-        self.place = place
         self._opened = place == "inside"  # by the prompt; some models write the tag again
-        if self._opened:
-            self.place = "before"
+        self.place: Place = "before" if self._opened else place
         self._exact = exact
         self._held = ""
         """What may be a tag's beginning."""

@@ -254,13 +254,12 @@ class Generation:
         ):
             return None
         self._begun = True
-        if isinstance(event, PromptEvent):
-            return choice, event
         if isinstance(event, TokenEvent):
             now = time.monotonic()
             if choice in self._last_token:
                 self._of_model.inter_token.observe(now - self._last_token[choice])
             self._last_token[choice] = now
+        if isinstance(event, PromptEvent | TokenEvent):
             return choice, event
         self.unfinished -= 1
         self._of_model.finished(event)

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import BeforeValidator, Field, create_model
 
 from nxd_infer.artifact.sampler_fields import SAMPLER_FIELDS
 from nxd_server.engine.sampling_params import SamplingParams
@@ -14,6 +14,7 @@ from nxd_server.http.error_responses import ApiError, clip, wrong
 from nxd_server.http.request_body import (
     Body,
     Conversational,
+    Fields,
     Listed,
     Neutral,
     QueuedBody,
@@ -54,9 +55,7 @@ OTHER_SERVERS: dict[str, Callable[[Any], bool]] = {
 """Fields that clients of vLLM, SGLang, TGI and llama.cpp send by default, with the values that have no effect."""
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class StreamOptions(Fields):
     include_usage: bool | None = Field(None, description="A last chunk with the token counts.")
     continuous_usage_stats: bool | None = Field(
         None, description="With include_usage: the counts of a choice so far in each of its chunks."
