@@ -16,6 +16,7 @@ import glob
 import hashlib
 import io
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -35,6 +36,8 @@ from nxd_infer.util.units import size
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -247,8 +250,11 @@ class ArtifactWriter:
             for directory in [*(p for p in self.path.rglob("*") if p.is_dir()), self.path]:
                 _fsync(directory)
             self.check_target()
+            other = _other_model(self.target, manifest)
             self._rename()
             _fsync(self.target.parent)
+            if other:
+                log.warning("%s: replaced the artifact of another model, %s", self.target, other)
         return self.target
 
     def _rename(self) -> None:
@@ -304,6 +310,20 @@ class ArtifactWriter:
                 f"{self.target} holds {len(entries)} entries and no {MANIFEST_NAME}, so it is not an artifact; "
                 "it is left alone: choose an empty or new directory"
             )
+
+
+def _other_model(target: Path, manifest: Manifest) -> str:
+    """Describe the artifact at ``target`` if it is of another model: of another name, or of weights of other names."""
+    try:
+        old = Manifest.model_validate_json((target / MANIFEST_NAME).read_bytes())
+    except (OSError, ValueError):  # none, or a damaged one
+        return ""
+    name = old.metadata.get("model_name")
+    weights = [{spec.name for spec in one.weights} for one in (old, manifest)]
+    if name == manifest.metadata.get("model_name") and weights[0] == weights[1]:
+        return ""
+    whose = f"{name!r} (" if name else "("
+    return f"{whose}{size(sum(file.size for file in old.files.values()))}, {len(old.weights)} weights)"
 
 
 def _fsync(path: Path) -> None:

@@ -99,7 +99,7 @@ def make(directory: Path, seconds: float | None, tp: int, small_model: bool) -> 
     on = f"on {tp} rank{'s' * (tp > 1)}"
     gguf = None if small_model else smollm2.installed()
     if gguf is not None:
-        console.rule(f"1. fine-tune {gguf.stem} on facts about this package, {on}")
+        console.rule(f"1. fine-tune {gguf.stem} on twenty facts, {on}")
         return smollm2.make(gguf, directory, seconds, tp)
     if not small_model:
         console.print(

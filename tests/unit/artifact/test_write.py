@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from unittest.mock import Mock
@@ -69,6 +70,27 @@ def test_replaces_an_artifact_whole(tmp_path, monkeypatch, exchange):
     assert load_artifact(second).digest != digest
     assert not (second / "stray.txt").exists()
     assert leftovers(tmp_path) == []
+
+
+def test_says_what_it_replaced_if_that_is_of_another_model(tmp_path, caplog):
+    def named(name):
+        return lambda manifest: manifest.metadata.update(model_name=name)
+
+    def said(**options):
+        caplog.clear()
+        toy.build(tmp_path / "artifact", **options)
+        return [record.getMessage() for record in caplog.records]
+
+    assert said() == said(weights=toy.logical_weights(1)) == said(degree=1) == []
+    (told,) = said(change=named("llama"))
+    assert re.fullmatch(
+        rf"{tmp_path / 'artifact'}: replaced the artifact of another model, \([.0-9]+ KiB, 4 \w+\)", told
+    )
+    assert said(change=named("llama")) == []
+    (told,) = said(change=named("bert"))
+    assert "another model, 'llama' (" in told
+    (tmp_path / "artifact" / "manifest.json").write_text("{}")  # damaged: nobody knows what it was
+    assert said() == []
 
 
 def test_a_mount_point_is_refused_before_anything_is_written():
