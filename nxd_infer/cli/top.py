@@ -6,12 +6,13 @@ import asyncio
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from nxd_infer.cli.console import console
 from nxd_infer.cli.load.streams import Server, ServerError
@@ -19,6 +20,9 @@ from nxd_infer.cli.load.streams import Server, ServerError
 LINE = re.compile(r"^(nxd_\w+?)(?:_total)?(?:\{(.*)\})? ([-+.\deE]+|NaN|[+-]Inf)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 Labels = frozenset[tuple[str, str]]
+Values = tuple[str, ...]
+HEADS = {"model_name": "model", "copy": "copy"}
+"""What says whose a rank is, and the heads of its columns."""
 
 
 class Look:
@@ -33,11 +37,11 @@ class Look:
     def total(self, name: str) -> float:
         return sum(self._values[name].values())
 
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """Sums by a label's value."""
-        sums: dict[str, float] = defaultdict(float)
-        for labels, value in self._values[name].items():
-            sums[dict(labels).get(label, "")] += value
+    def by(self, name: str, labels: Sequence[str]) -> dict[tuple[str, ...], float]:
+        """Sums by the values of ``labels``; "" where there is none."""
+        sums: dict[tuple[str, ...], float] = defaultdict(float)
+        for found, value in self._values[name].items():
+            sums[tuple(dict(found).get(label, "") for label in labels)] += value
         return sums
 
 
@@ -54,8 +58,10 @@ def view(before: Look, now: Look, title: str) -> RenderableType:
     def mean(name: str) -> str:
         return f"{1000 * more(f'{name}_sum') / count:.1f} ms" if (count := more(f"{name}_count")) else "-"
 
-    summary = Table(title=title, title_justify="left", show_header=False)
     prompts = more("nxd_prompt_tokens")
+    idle = "" if prompts or more("nxd_generation_tokens") or more("nxd_request_success") else ", without a request"
+    said = Text(f"{title}: speeds and times of the last {seconds:.1f} s{idle}")
+    summary = Table(show_header=False)
     for name, figure in (
         ("state", "ready" if now.total("nxd_ready") else "not ready"),
         ("tokens/s, generated", f"{more('nxd_generation_tokens') / seconds:.1f}"),
@@ -77,25 +83,29 @@ def view(before: Look, now: Look, title: str) -> RenderableType:
     ):
         summary.add_row(name, figure)
 
-    def grown(name: str, label: str) -> Callable[[str], float]:
-        late, early = now.by(name, label), before.by(name, label)
-        return lambda value: late.get(value, 0.0) - early.get(value, 0.0)
+    def grown(name: str, labels: Sequence[str]) -> Callable[[Values], float]:
+        late, early = now.by(name, labels), before.by(name, labels)
+        return lambda values: late.get(values, 0.0) - early.get(values, 0.0)
 
-    def time_of(seconds_of: Callable[[str], float], steps: float, one: str) -> str:
+    def time_of(seconds_of: Callable[[Values], float], steps: float, one: Values) -> str:
         return f"{1000 * seconds_of(one) / steps:.1f}" if steps else "-"
 
-    graphs = Table("graph", "steps/s", "ms a step", "padding")
-    steps, spent = grown("nxd_bucket_executions", "graph"), grown("nxd_bucket_seconds", "graph")
-    useful, padding = grown("nxd_bucket_useful_tokens", "graph"), grown("nxd_bucket_padding_tokens", "graph")
-    for graph in now.by("nxd_bucket_executions", "graph"):
+    several = [label for label in HEADS if len(now.by("nxd_rank_alive", [label])) > 1]
+    which = [label for label in several if label != "copy"] + ["graph"]  # the copies' are counted together
+    graphs = Table(*(HEADS.get(label, label) for label in which), "steps/s", "ms a step", "padding")
+    steps, spent = grown("nxd_bucket_executions", which), grown("nxd_bucket_seconds", which)
+    useful, padding = grown("nxd_bucket_useful_tokens", which), grown("nxd_bucket_padding_tokens", which)
+    for graph in now.by("nxd_bucket_executions", which):
         if count := steps(graph):
             filled = share(padding(graph), useful(graph) + padding(graph))
-            graphs.add_row(graph, f"{count / seconds:.1f}", time_of(spent, count, graph), filled)
-    ranks = Table("rank", "alive", "steps/s", "ms a step")
-    steps, spent = grown("nxd_rank_steps", "rank"), grown("nxd_rank_seconds", "rank")
-    for rank, alive in now.by("nxd_rank_alive", "rank").items():
-        ranks.add_row(rank, "yes" if alive else "NO", f"{steps(rank) / seconds:.1f}", time_of(spent, steps(rank), rank))
-    return Group(summary, graphs, ranks)
+            graphs.add_row(*graph, f"{count / seconds:.1f}", time_of(spent, count, graph), filled)
+    which = [*several, "rank"]
+    ranks = Table(*(HEADS.get(label, label) for label in which), "alive", "steps/s", "ms a step")
+    steps, spent = grown("nxd_rank_steps", which), grown("nxd_rank_seconds", which)
+    for rank, alive in now.by("nxd_rank_alive", which).items():
+        state = "yes" if alive else "NO"
+        ranks.add_row(*rank, state, f"{steps(rank) / seconds:.1f}", time_of(spent, steps(rank), rank))
+    return Group(said, summary, graphs, ranks)
 
 
 def run(url: str, api_key: str | None, every: float, once: bool) -> None:
@@ -107,7 +117,11 @@ def run(url: str, api_key: str | None, every: float, once: bool) -> None:
         return Look(asyncio.run(asyncio.wait_for(server.get("/metrics"), 10)).decode())
 
     before = look()
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal and not once) as live:
+    if once:
+        time.sleep(every)
+        console.print(view(before, look(), title))
+        return
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
             time.sleep(every)
             try:
@@ -116,5 +130,3 @@ def run(url: str, api_key: str | None, every: float, once: bool) -> None:
                 before = now
             except (ServerError, asyncio.TimeoutError) as error:
                 live.update(f"{title}: {error}", refresh=True)
-            if once:
-                return

@@ -65,4 +65,7 @@ def test_what_is_wrong_is_said_in_a_line(server, arguments: tuple[str, ...], say
 def test_top_shows_what_a_server_is_doing(server):
     done = command("top", server.url, "--api-key", "k", "--once", "--every", "0.2")
     assert done.returncode == 0, done.stderr
+    title, *_ = done.stdout.splitlines()
+    assert re.search(r": speeds and times of the last 0\.\d s, without a request$", title.rstrip()), title
+    assert done.stdout.endswith("\n")
     assert "ready" in done.stdout and "slots in use" in done.stdout and "rank" in done.stdout

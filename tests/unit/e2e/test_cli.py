@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from rich.console import Console
 
 import nxd_infer
+from nxd_infer.cli.top import Look, view
 from nxd_infer.cli.trace import TraceProgress
 from nxd_infer.util.progress_bar import progress_bar
 from tests.support import toy_artifacts as toy
@@ -85,6 +87,43 @@ def test_a_trace_into_a_log_says_how_far_it_is(terminal, line_every, lines):
         assert "100%" in out.getvalue() and " of 2" not in out.getvalue()
     else:
         assert out.getvalue().splitlines() == lines
+
+
+def picture(before: Look, now: Look) -> list[list[str]]:
+    """The lines of ``top``, as words."""
+    out = io.StringIO()
+    Console(file=out, width=100).print(view(before, now, "host:1"))
+    return [re.findall(r"[^\s│┃]+", line) for line in out.getvalue().splitlines()]
+
+
+def test_top_shows_the_ranks_and_graphs_of_every_model_and_copy():
+    def look(steps: int, tokens: int, models: list[str], copies: list[str]) -> Look:
+        lines = [f"nxd_generation_tokens_total {tokens}"]
+        for index, model in enumerate(models):
+            one = f'model_name="{model}"'
+            lines.append(f'nxd_bucket_executions_total{{graph="b1",{one}}} {steps * (index + 1)}')
+            for number, copy in enumerate(copies):
+                labels = one + (f',copy="{copy}"' if copy else "") + ',rank="0"'
+                lines.append(f"nxd_rank_alive{{{labels}}} {1 - number}")
+                lines.append(f"nxd_rank_steps_total{{{labels}}} {steps * (index + number)}")
+        look = Look("\n".join(lines))
+        look.time = float(steps > 0)
+        return look
+
+    def pictured(*whose) -> list[list[str]]:
+        return picture(look(0, 0, *whose), look(3, 5, *whose))
+
+    lines = pictured(["a", "b"], ["0", "1"])
+    assert ["model", "copy", "rank", "alive", "steps/s", "ms", "a", "step"] in lines
+    ranks = [["a", "0", "0", "yes", "0.0"], ["a", "1", "0", "NO", "3.0"], ["b", "0", "0", "yes", "3.0"]]
+    assert all(row in [line[:5] for line in lines] for row in [*ranks, ["b", "1", "0", "NO", "6.0"]])
+    assert all(row in [line[:3] for line in lines] for row in (["a", "b1", "3.0"], ["b", "b1", "6.0"]))
+    assert ["rank", "alive", "steps/s", "ms", "a", "step"] in (alone := pictured(["a"], [""]))
+    assert ["0", "yes", "0.0"] in [line[:3] for line in alone]
+    assert ["copy", "rank"] in [line[:2] for line in pictured(["a"], ["0", "1"])]
+    assert " ".join(alone[0]) == "host:1: speeds and times of the last 1.0 s"
+    idle = picture(look(0, 5, ["a"], [""]), look(3, 5, ["a"], [""]))
+    assert " ".join(idle[0]) == "host:1: speeds and times of the last 1.0 s, without a request"
 
 
 def test_a_plan_says_what_a_model_lacks_and_writes_nothing(tmp_path):
