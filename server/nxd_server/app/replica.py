@@ -92,7 +92,7 @@ class Replica:
     def _progress(self, done: int, total: int, bucket: str) -> None:
         rest = f", next {bucket}" if bucket else "; the others run when they are needed" if done < total else ""
         self._stage = f"warmed up {done} of {total} graphs{rest}"
-        logger.info(self._stage)
+        logger.info("%s: %s", self, self._stage)
 
     def _watch(self) -> None:
         """Wait for the engine to recover, but no longer than the limit."""

@@ -157,11 +157,14 @@ class Service:
         degree, copies = artifact.manifest.world_size, len(self.replicas)
         which = f" of each of {copies} copies" if copies > 1 else ""
         self.stage = f"starting {degree} rank{'s' if degree > 1 else ''}{which}"
-        logger.info(self.stage)
+        logger.info("%s: %s", self.model_name, self.stage)
         swaps = settings.admin() is not None
         draft = None if self._draft is None else self._draft.manifest
         planned = plan_memory(artifact.manifest, self._slots, swaps=swaps, draft=draft)
-        logger.info("memory%s: about %s", which, planned.text())
+        logger.info("%s: memory%s: about %s", self.model_name, which, planned.text())
+        if self._draft is not None:
+            most = settings.speculate or self.metadata["speculate"]
+            logger.info("%s: the draft model %s guesses up to %d tokens a step", self.model_name, settings.draft, most)
 
     def wait_text(self, model: RankModel) -> None:
         """Wait until the tokenizer and the template have been read. Raises what kept them from it, or ArtifactError."""
@@ -191,7 +194,8 @@ class Service:
                 "with --lora-slots"
             )
         if settings.speculate or settings.draft:
-            check_speculate(self.metadata, settings.speculate or 1)
+            for_draft = f"--draft {settings.draft}: the model {self.artifact}" if settings.draft else ""
+            check_speculate(self.metadata, settings.speculate, for_draft)
         if settings.draft is not None:
             from nxd_server.engine.draft_model import check_draft, check_tokenizers
 

@@ -113,7 +113,7 @@ class Engine(EngineCore):
         single = min(shape[1] for shape in shapes.values()) == 1
         self._scores_prompts = single and "allowed" in self._input_names and not self._encodes_prompts
         if draft is not None:
-            speculate = speculate or check_speculate(meta, 1)
+            speculate = speculate or check_speculate(meta, 0, "draft: the model")
         graphs, verifying = split_graphs((Graph(name, *shape) for name, shape in shapes.items()), meta, speculate)
         step_costs = StepCosts([*graphs, *verifying], costs)  # verifying graphs only if speculating
         super().__init__(model, step_costs, self.slots, **core)

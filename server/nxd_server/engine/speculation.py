@@ -24,6 +24,8 @@ from nxd_server.engine.step_runner import Graph, StepCosts
 
 RUNS = (3, 2)
 """Lengths of the n-grams to look up, the more reliable one first."""
+USUAL = 4
+"""Guesses a step that are advised."""
 RECENT = 0.2
 """The weight of the newest guess in the acceptance rate."""
 RETRY = 32
@@ -41,15 +43,15 @@ def split_graphs(graphs: Iterable[Graph], metadata: dict[str, Any], speculate: i
     return [graph for graph in listed if graph not in verifying], verifying if speculate else []
 
 
-def check_speculate(metadata: dict[str, Any], speculate: int) -> int:
-    """Return how many guesses the artifact verifies. Raises ModelConfigError if that is less than ``speculate``."""
+def check_speculate(metadata: dict[str, Any], speculate: int, for_draft: str = "") -> int:
+    """Return how many guesses the artifact verifies. Raises ModelConfigError if that is less than ``speculate``, or 0
+    ``for_draft``, which says whose draft and which model."""
     traced = int(metadata.get("speculate", 0))
     whole_number("speculate", speculate, ModelConfigError, minimum=0)
-    if speculate > traced:
+    if speculate > traced or (for_draft and not traced):
         ability = f"verifies {traced} guesses at most" if traced else "was traced without a graph that verifies guesses"
-        raise ModelConfigError(
-            f"speculate = {speculate}: this artifact {ability}; trace the model again with --speculate {speculate}"
-        )
+        asked = for_draft or f"speculate = {speculate}: this artifact"
+        raise ModelConfigError(f"{asked} {ability}; trace the model again with --speculate {speculate or USUAL}")
     return traced
 
 

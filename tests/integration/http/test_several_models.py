@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -49,6 +50,8 @@ def test_each_request_is_answered_by_the_model_that_it_names(server):
     assert len(server.post("/tokenize", {"model": "vectors", "prompt": "a"}).json()["tokens"]) == 3
     assert {bucket["model"] for bucket in server.get("/v1/buckets").json()["data"]} == {"chat", "vectors"}
     assert server.get("/readyz").status_code == 200
+    for name, starts in (("chat", "starting 1 rank"), ("vectors", "starting 2 ranks")):
+        assert f"{name}: {starts}\n" in server.log and re.search(rf"{name}: warmed up \d of \d graphs", server.log)
     assert server.metric("nxd_ready", model_name="chat") == server.metric("nxd_ready", model_name="vectors") == 1
     assert server.metric("vllm:generation_tokens_total", model_name="chat") > 0
     assert server.metric("nxd_e2e_request_latency_seconds_count", model_name="vectors") == 0

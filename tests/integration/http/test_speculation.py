@@ -87,6 +87,10 @@ def test_more_than_was_traced_is_refused_with_the_fix(artifact, capfd):
         assert serve(artifact, ServerSettings.resolve(port=0, **settings)) == 1
         told = logged(capfd, words)
         assert told.count(words) == 1 and "starting" not in told
+    silent = trace_tiny("llama", "generate", tp=1, **LLAMA)
+    assert serve(silent, ServerSettings.resolve(port=0, draft=str(artifact))) == 1
+    words = f"--draft {artifact}: the model {silent} was traced without a graph that verifies guesses; trace the model"
+    assert f"{words} again with --speculate 4" in logged(capfd, words)
 
 
 # --- a draft model ---
@@ -115,6 +119,7 @@ def test_with_a_draft_answers_are_the_models_own_whether_greedy_or_drawn(artifac
     guessed = guessing.metric("nxd_spec_decode_num_draft_tokens_total")
     assert guessing.metric("nxd_spec_decode_num_accepted_tokens_total") == guessed > 0
     assert len(rank_pids(guessing)) == 1, "its health is the model's"
+    assert guessing.log.count(f"the draft model {artifact} guesses up to 3 tokens a step") == 1
 
 
 def test_a_draft_killed_under_load_changes_no_answer_and_comes_back(artifact, guessing):
