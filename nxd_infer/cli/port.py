@@ -28,9 +28,12 @@ def run(paths: Sequence[Path], as_json: bool) -> int:
         print(json.dumps({"files": files, "counts": counts, "names": names}, ensure_ascii=False))
     else:
         _print(rows)
-        what = f"{seen.total()} names in {files} file{'' if files == 1 else 's'}"
-        said = "; ".join(f"{count} {STATUSES[status]}" for status, count in counts.items())
+        what = f"{_count(seen.total(), 'name')} in {_count(files, 'file')}"
+        said = ", ".join(f"{status} {count}" for status, count in counts.items())
         console.print(f"{what}: {said or 'nothing to do'}", markup=False, soft_wrap=True)
+        if counts:
+            legend = "; ".join(f"{status}: {STATUSES[status]}" for status in counts)
+            console.print(f"({legend})", style="dim", markup=False, soft_wrap=True)
     return int(any(row.stops for row in rows))
 
 
@@ -44,6 +47,10 @@ def _print(rows: Sequence[Row]) -> None:
             good = row.status in ("works", "moved")
             line.append(f"{texts[1]:<{status}}", "green" if good else "red" if row.stops else "yellow")
             console.print(line.append(f"  {texts[2]:<{name}}  {_said(row)}".rstrip()), soft_wrap=True)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _lines(row: Row) -> str:

@@ -16,16 +16,16 @@ from nxd_infer.util.also_called import refused_value
 from nxd_infer.util.suggest import did_you_mean
 
 STATUSES = {
-    "works": "works",
-    "moved": "works under another path",
+    "works": "as before",
+    "moved": "works, and is at another path here",
     "differs": "works, and behaves otherwise",
-    "unchecked": "not checked: a star import",
-    "device": "cannot be used here, with what to call instead",
-    "refused": "refused: the call fails",
-    "absent": "absent",
-    "unreadable": "cannot be read",
+    "unchecked": "a star import: names that it brings are not seen",
+    "not here": "can be imported, and using it fails: call what is named",
+    "refused": "the call fails",
+    "absent": "the import, or the attribute, fails",
+    "unreadable": "the file, or the cell, cannot be read",
 }
-"""From good to bad: what each status is called in a summary."""
+"""From good to bad: what each status means."""
 STOPS = frozenset({"absent", "refused", "unreadable"})
 """Statuses that stop a program."""
 GONE = {
@@ -128,7 +128,7 @@ def verdict(name: str) -> Verdict:
     if first == "*":
         return Verdict(found, "unchecked", "import the names that you use, so that they can be checked")
     if first in table.device:
-        return Verdict(found, "device", table.device[first])
+        return Verdict(found, "not here", table.device[first])
     try:
         value = getattr(View(path), first)
     except AttributeError as error:
