@@ -130,10 +130,13 @@ def run(model_dir: Path, out: Path, *, plan_only: bool = False, **given: Any) ->
         beside = f" ({more} in int8)" if more else ""
         before = sum(spec.nbytes for spec in weights)
         saved = sum(spec.nbytes - forms[spec.encoding].nbytes(spec.shape) for spec in rounded)
+        ranks = model.manifest.tp_degree  # of each stage; the weights are those of all stages
+        whole = f", summed over {count} ranks" if (count := model.manifest.world_size) > 1 else ""
         whose = "each rank holds {} of its" if stages == 1 else "the stages hold {} of their"
         console.print(
             f"{form.name}: {whose.format(len(rounded))} {len(weights)} weights so{beside}, "
-            f"{size(before - saved)} instead of {size(before)} in total; `nxd-infer verify` measures the accuracy"
+            f"{size(ranks * (before - saved))} instead of {size(ranks * before)}{whole}; "
+            "`nxd-infer verify` measures the accuracy"
         )
     return {**{name: model.trace_report[name] for name in ("graphs", "compiled")}, "seconds": seconds, "bytes": on_disk}
 

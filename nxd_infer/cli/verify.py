@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxd_infer.cli.console import console, slow_bar, table
+from nxd_infer.cli.console import console, table
 from nxd_infer.cli.demo.corpus import split
+from nxd_infer.cli.trace import TraceProgress
+from nxd_infer.util.progress_bar import progress_bar
 from nxd_infer.verify.accuracy import Accuracy
 from nxd_infer.verify.artifact import verify_artifact
 
@@ -20,7 +22,7 @@ def run(
     allow_kernel: bool | None = None,
 ) -> int:
     """Print one row per bucket; return 0 if all are within the tolerance. ``checkpoint``, if given, has the weights."""
-    with slow_bar() as progress:
+    with progress_bar(console, drawn=console.is_terminal) as display:
         result = verify_artifact(
             artifact,
             model_dir,
@@ -30,7 +32,7 @@ def run(
             tag=checkpoint_tag,
             allow_kernel=allow_kernel is not False,
             text=split()[1][0],
-            progress=progress,
+            progress=TraceProgress(display, line_every=0.0),
         )
     manifest, form = result.manifest, result.rounded
     whose = str(model_dir) if checkpoint is None else f"{checkpoint} ({checkpoint_tag or 'the newest'})"

@@ -115,7 +115,7 @@ def verify_artifact(
         checkpoint, tag: take the weights of this training checkpoint instead, as for ``trace``.
         allow_kernel: False rejects an artifact that chooses its buckets with its own code.
         text: over which logits are compared if a generating model's weights are rounded. Default: random tokens.
-        progress: called as ``progress(stage, done, total)``, a step for each bucket.
+        progress: called as ``progress(stage, done, total, note)``; "compare buckets" has a step for each bucket.
 
     Raises InputRangeError for a negative or infinite tolerance, ArtifactError for an artifact without a model directory
     to rebuild it from, WeightMismatchError for another model's directory.
@@ -126,6 +126,7 @@ def verify_artifact(
     rows: list[Row] = []
     # A wrong path is refused before anything is loaded.
     weights = hf.weights(model_dir) if checkpoint is None else weight_source(checkpoint, tag)
+    progress("load the artifact and the model", 0, 1)
     with trace.parallel_model_load(str(artifact), allow_kernel=allow_kernel) as model:
         manifest = model.manifest
         task = task_of(manifest)
@@ -142,9 +143,10 @@ def verify_artifact(
         form = accuracy.quantization(manifest)
         if tolerance is None and form and form.inputs:
             limit = max(limit, ROUNDED_INPUTS)
+        progress("load the artifact and the model", 1, 1)
         seen: list[tuple[Tensors, Tensors]] = []
         for bucket, steps in cases(manifest, torch.Generator().manual_seed(seed)):
-            progress("comparing", len(rows), len(manifest.buckets), bucket)
+            progress("compare buckets", len(rows), len(manifest.buckets), bucket)
             ours: Tensors = {}
             reference: Any = {}
             for name, inputs in steps:
@@ -159,8 +161,10 @@ def verify_artifact(
                 ours = answered(ours, scores_of(manifest.metadata))
                 reference = answered(reference, config.scores)
             rows.append(compare(bucket, ours, reference, limit))
-        progress("comparing", len(rows), len(manifest.buckets), "")
+        progress("compare buckets", len(rows), len(manifest.buckets))
     lost: accuracy.Accuracy | None = None
+    if form:
+        progress("compare with the weights before rounding", 0, 1)
     if form and generates:
         del eager
         lost = accuracy.of_text(model.artifact, model_dir, weights, text, seed)
@@ -168,6 +172,8 @@ def verify_artifact(
         for handle in rounds:
             handle.remove()
         lost = accuracy.of_outputs(hf.load(eager, weights), seen)
+    if form:
+        progress("compare with the weights before rounding", 1, 1)
     return Verification(manifest, rows, limit, form, lost)
 
 

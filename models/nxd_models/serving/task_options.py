@@ -71,8 +71,8 @@ class TaskOptions:
     )
     dtype: torch.dtype | None = option(
         None,
-        "Dtype of the weights and of the arithmetic. Default: from Python the checkpoint's, so that nothing is rounded "
-        "unasked; of a command, which makes what is served, bfloat16, which halves the bytes per token.",
+        "Dtype of the weights and of the arithmetic. Default: from Python the checkpoint's; of the command bfloat16, "
+        "which halves float32's bytes per token.",
         flag="--dtype",
         choices=("float32", "bfloat16"),
     )

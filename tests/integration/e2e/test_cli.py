@@ -127,14 +127,20 @@ def test_a_checkpoint_is_traced_in_eight_bits_and_verified(model_dir, tmp_path):
                 parameter.mul_(1.5)
         save_checkpoint(tmp_path / "ckpts", tag, trained)
     out, source = tmp_path / "artifact", ("--checkpoint", tmp_path / "ckpts", "--tag", "first")
-    options = (*EAGER, "--batch-sizes", 1, "--prompt-buckets", 8, "--quantize", "int8")
+    options = (*EAGER, "--tp", 2, "--batch-sizes", 1, "--prompt-buckets", 8, "--quantize", "int8")
     options += ("--compiler-args", "nxd_packed=1")  # small as they are
     done = here("trace", model_dir, *source, "--out", out, *options)
     assert done.status == 0 and "linear layers keep their weights in int8" in done.out, done
-    count = re.search(r"int8: each rank holds (\d+) of its (\d+) weights so, [0-9.]+ KiB instead of [0-9.]+", done.out)
+    sizes = r"([0-9.]+) KiB instead of ([0-9.]+) KiB, summed over 2 ranks;"
+    count = re.search(rf"int8: each rank holds (\d+) of its (\d+) weights so, {sizes}", " ".join(done.out.split()))
     assert count and 0 < int(count[1]) < int(count[2]), done.out
+    files = sum(file.stat().st_size / 2**10 for file in (out / "weights").iterdir())
+    assert float(count[3]) < float(count[4]) == pytest.approx(files, rel=0.1)
     done = here("verify", out, model_dir, *source)
     assert done.status == 0, done
+    lines = done.out.splitlines()
+    assert lines[0].startswith("load the artifact and the model") and "compare buckets 1 of 2 (" in done.out
+    assert "compare with the weights before rounding 1 of 1" in lines
     title = "".join(done.out.split())  # wherever it is cut into lines
     assert f"{tmp_path / 'ckpts'}(first)" in title and "weightsroundedtoint8" in title, done.out
     for others in ((), source[:2]):  # the directory's, and the newest checkpoint
