@@ -167,6 +167,11 @@ class ModelSpec:
     """The library whose modules these are: None is the family's own, else :data:`TRANSFORMERS`."""
     encodes_prompts: bool = False
     """An encoder reads each prompt, whole, and the decoder's answer is a new text: steps are ``Seq2SeqStep``."""
+    head: Mapping[str, Any] | None = None
+    """Of a head that guesses for another model: the ``kind`` and the number (``features``) of the hidden states that it
+    reads, as ``DecoderStep`` gives them."""
+    gives_hidden_states: bool = False
+    """Whether its ``decoder`` takes a list, to which it adds what each layer is given."""
 
     def __post_init__(self) -> None:
         unknown = [task for task in self.tasks if task not in TASKS]

@@ -206,6 +206,8 @@ def task_of(manifest: Manifest) -> str:
             "verify compares artifacts that `nxd-infer trace` wrote; this one has "
             f"task = {task!r}, so there is no model directory to rebuild it from"
         )
+    if manifest.metadata.get("head"):
+        raise ArtifactError("verify compares models with their directories, and this artifact is a head of another one")
     return task
 
 
@@ -217,6 +219,7 @@ def reference_of(manifest: Any, model_dir: Path, weights: Any) -> tuple[torch.nn
     options: dict[str, Any] = {}
     if meta["task"] == "generate":
         options = {"slots": meta["slots"], "bias_slots": meta["bias_slots"], "speculate": meta.get("speculate", 0)}
+        options |= {"hidden_states": meta.get("hidden_states", {}).get("kind")}
         options |= {f"lora_{name}": value for name, value in meta.get("lora", {}).items()}
     if meta["task"] == "embed":
         options = {"pooling": meta["pooling"], "normalize": meta["normalize"]}

@@ -113,7 +113,7 @@ class LLM:
         in_process: run degree 1 in this process (default: at degree 1, yes).
         call_timeout, threads_per_rank, expect_digest, allow_kernel: as in ``parallel_model_load``.
         speculate: draft tokens per step, if the artifact was traced for as many; same results, often sooner.
-        draft: the directory of a smaller model's artifact, which makes the draft tokens.
+        draft: the directory of a smaller model's artifact, or an EAGLE head's, which makes the draft tokens.
         generation_defaults: without explicit parameters, sample as the model's ``generation_config.json`` says.
         on_progress: called with (done, total, bucket) while graphs run for the first time.
         engine_options: further arguments of Engine or OneShotEngine, such as ``prefill_ratio``.

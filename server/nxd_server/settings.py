@@ -204,7 +204,8 @@ class ServerSettings:
     )
     draft: str | None = GENERATION(
         None,
-        "Artifact of a smaller model that makes the draft tokens, by default as many as the model was traced for.",
+        "Artifact of a smaller model, or an EAGLE head, that makes the draft tokens, by default as many as the model "
+        "was traced for.",
         check=not_empty,
     )
     stall_ratio: float = GENERATION(

@@ -24,6 +24,7 @@ LLAMA = ModelSpec(
     read_config=read_config,
     tasks={"generate": Task(CausalLM, LlamaStep, blocks="model.layers")},
     tensor_parallel_plan=tensor_parallel_plan,
+    gives_hidden_states=True,
     adapter_targets=(*_ATTENTION, "gate_proj", "up_proj", "down_proj"),
 )
 _GATE_UP, _DOWN = (f"model.layers.*.mlp.experts.{name}_proj" for name in ("gate_up", "down"))

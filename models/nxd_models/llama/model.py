@@ -198,12 +198,16 @@ class Decoder(nn.Module):
         positions_BS: Tensor | None = None,
         mask_BS: Tensor | None = None,
         caches: Sequence[LayerCache] | None = None,
+        entered: list[Tensor] | None = None,
     ) -> Tensor:
-        """Ids [B, S] -> final hidden states [B, S, E]. ``caches`` holds one entry per layer."""
+        """Ids [B, S] -> final hidden states [B, S, E]. ``caches`` holds one entry per layer; ``entered`` gets what each
+        layer is given."""
         hidden = self.embed_tokens(input_ids_BS)
         if positions_BS is None:
             positions_BS = sequence_positions(input_ids_BS)
         for i, layer in enumerate(self.layers):
+            if entered is not None:
+                entered.append(hidden)
             hidden = layer(hidden, positions_BS, mask_BS, None if caches is None else caches[i])
         return self.norm(hidden)
 

@@ -56,11 +56,15 @@ class DecoderStep(nn.Module):
     sample it. The leading guesses that equal it are right; the next step overwrites the keys and values of the others
     before anything reads them. Their counts are not undone, so a row with guesses must have no penalties until its
     slot begins anew; ``prompt_length`` must be given.
+
+    With ``gives`` a step also returns, for a head that guesses from them, the hidden states of the tokens that it is
+    fed. "eagle": after the final norm; "eagle3": what the layers 2, n // 2 and n - 3 of n are given, side by side.
     """
 
     # Provided by the model.
     config: DecoderConfig
     hidden_states: Callable[[Tensor, Tensor, Sequence[LayerCache]], Tensor]
+    decoder: Any  # only with ``gives``
     logits: Callable[[Tensor], Tensor]
 
     shortest_prompt = 1
@@ -100,6 +104,7 @@ class DecoderStep(nn.Module):
         adapters: AdapterSlots | None = None,
         draft_tokens: int = 0,
         kv_cache_dtype: torch.dtype | None = None,
+        gives: str | None = None,
     ):
         super().__init__(config, dtype)
         if slots < 1:
@@ -109,6 +114,11 @@ class DecoderStep(nn.Module):
             config.check_drafts(max_len)
         if current_context().pp.degree == 1:  # a later stage would be handed the tables of the first
             share_rotary(self)
+        elif gives:
+            raise ModelConfigError(f"hidden_states = {gives!r}: pipeline stages give none; trace with pp_degree = 1")
+        self.gives = gives
+        if gives:
+            self.nxd_outputs = {**self.nxd_outputs, "hidden": {"role": "hidden"}}
         self.draft_tokens = draft_tokens
         self.slots, self.max_len, self.bias_slots = slots, max_len, bias_slots
         largest = {
@@ -165,6 +175,8 @@ class DecoderStep(nn.Module):
         repetition_penalty: Tensor,
         prompt_length: Tensor,
         adapter: Tensor | None = None,
+        hidden: Tensor | None = None,
+        ahead: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Feed ``length`` tokens per row, and sample the next.
 
@@ -178,11 +190,12 @@ class DecoderStep(nn.Module):
             prompt_length: int64 [B]; positions before it are prompt, the others output, which penalties distinguish. If
                 it is -1, tokens fed one at a time after the first position count as output and all others as prompt.
             adapter: int64 [B], the slot of each row's adapter, 0 for none; only in a step with ``adapters``.
+            hidden, ahead: only of a head; see ``nxd_models.eagle.model``.
 
         Returns:
             token [B, Q] int64, logprob [B, Q] float32, top_ids [B, Q, 20] int64, top_logprobs [B, Q, 20] float32, with
             Q = S if drafts are verified (entries past ``length`` are meaningless) and Q = 1 otherwise (meaningless
-            unless the row completes its prompt).
+            unless the row completes its prompt). With ``gives`` also hidden [B, S, F] float32.
         """
         tokens, start, length, prompt_length = self.fed(tokens, start, length, block_table, prompt_length)
         B, S = tokens.shape
@@ -196,11 +209,13 @@ class DecoderStep(nn.Module):
             for i in range(self.config.num_layers)
         ]
         with self.adapter_rows.use(adapter):
-            hidden_BQE = self.hidden_states(ids, positions, caches)
+            hidden_BQE, given_BSF = self.states(ids, positions, caches, hidden, tokens < 0, slot_B, end_B)
             if not verifies and S > 1:
                 hidden_BQE = hidden_BQE.gather(1, end_B[:, None, None].expand(-1, 1, hidden_BQE.shape[-1]))
             logits_RV = self.logits(hidden_BQE).flatten(0, 1)
 
+        if ahead is not None:
+            next_B = next_B + ahead
         remember_tokens(self.token_counts, self.prompt_seen, ids, output_BS, start, length, slot_B)
 
         def each(x_B: Tensor) -> Tensor:
@@ -229,12 +244,28 @@ class DecoderStep(nn.Module):
         if self.remembers_last:
             last_B = self._last(token_BQ, ids, length) if verifies else token
             remember_last(self.last_token, last_B, start, slot_B, self.slots, S == 1)
+        given = {} if given_BSF is None else {"hidden": given_BSF.float()}
         return {
+            **given,
             "token": token_BQ,
             "logprob": logprob.unflatten(0, (B, -1)),
             "top_ids": top_ids.unflatten(0, (B, -1)),
             "top_logprobs": top_logprobs.unflatten(0, (B, -1)),
         }
+
+    def states(
+        self, ids_BS: Tensor, positions_BS: Tensor, caches: Sequence[LayerCache], *own: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the final hidden states, and those that a head is to be given, if any. ``own`` is for a head: its
+        input, which tokens are the slot's last guess, the slots, and the place of each last token."""
+        if not self.gives:
+            return self.hidden_states(ids_BS, positions_BS, caches), None
+        entered: list[Tensor] = []
+        final = self.decoder(ids_BS, positions_BS, None, caches, entered)
+        if self.gives == "eagle":
+            return final, final
+        layers = len(entered)
+        return final, torch.cat([entered[i] for i in (2, layers // 2, layers - 3)], -1)
 
     def fed(
         self, tokens: Tensor, start: Tensor, length: Tensor, block_table: Tensor, prompt_length: Tensor

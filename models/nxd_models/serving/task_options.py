@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxd_infer.errors import ModelConfigError
@@ -131,6 +132,19 @@ class TaskOptions:
         kind=int,
         minimum=0,
         maximum=MAX_DRAFT_TOKENS,
+    )
+
+    hidden_states: str | None = option(
+        None,
+        "Hidden states that a decoder's graphs give for a head, which guesses from them (`serve --draft`).",
+        flag="--hidden-states",
+        choices=("eagle", "eagle3"),
+    )
+    head_of: str | os.PathLike[str] | None = option(
+        None,
+        "`model_dir` is an EAGLE head: the directory of the model that it guesses for.",
+        flag="--head-of",
+        kind=Path,
     )
 
     def __post_init__(self) -> None:

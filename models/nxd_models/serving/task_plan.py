@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from nxd_infer.hugging_face import weights as hf
 from nxd_infer.layout.sources import Weights
 from nxd_models import registry
+from nxd_models.spec import ModelDirectory
 
 
 @dataclass
@@ -45,19 +47,29 @@ class TaskPlan:
         }
 
 
+def directory_of(
+    model_dir: Any, task: str | None = None, model_impl: str | None = None, head_of: Any = None, **_: Any
+) -> ModelDirectory:
+    """Read the directory that the arguments of :func:`traced_step` name."""
+    if head_of is None:
+        return registry.load_config(model_dir, model_impl, task)
+    return importlib.import_module("nxd_models.eagle.family").load_head(model_dir, head_of)  # as a family: it is above
+
+
 def traced_step(
     model_dir: str,
     task: str,
     dtype: torch.dtype,
     model_impl: str | None = None,
     reference: bool = False,
+    head_of: str | None = None,
     **options: Any,
 ) -> nn.Module:
     """Return the step that is traced for ``task``, parallel over the current context; reads no weights.
 
-    ``reference``: what the step's outputs should equal, called alike.
+    ``reference``: what the step's outputs should equal, called alike. ``head_of``: the directory of a head's model.
     """
-    directory = registry.load_config(model_dir, model_impl, task)
+    directory = directory_of(model_dir, task, model_impl, head_of)
     made = directory.make(task, dtype, step=True, reference=reference, **options)
     return made.eval()
 
@@ -67,7 +79,7 @@ def named_weights(kwargs: dict[str, Any], weights: Weights | None = None) -> hf.
     with torch.device("meta"):
         module = traced_step(**kwargs)
     if weights is None:
-        directory = registry.load_config(kwargs["model_dir"], kwargs.get("model_impl"), kwargs["task"])
+        directory = directory_of(**kwargs)
         weights = registry.weights(directory, kwargs["task"])
     return hf.named_weights(module, weights)
 

@@ -12,13 +12,16 @@ Buckets of a decoder: ``decode_b<B>`` (B rows of one token) for every batch size
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nxd_infer.errors import ModelConfigError
+from nxd_infer.hugging_face.gguf_file import model_directory
 from nxd_infer.hugging_face.tokenizer import canonical_files
+from nxd_infer.layout.sources import SafetensorsSource
 from nxd_infer.util.dtypes import dtype_name, dtype_of
 from nxd_infer.util.options import accepts_options
 from nxd_models import registry
@@ -29,7 +32,7 @@ from nxd_models.serving.decoder_step import step_inputs
 from nxd_models.serving.pooling import pooling_modes
 from nxd_models.serving.sampling import TOP_LOGPROBS
 from nxd_models.serving.task_options import LONGEST_BY_DEFAULT, TaskOptions
-from nxd_models.serving.task_plan import TaskPlan, make_plan
+from nxd_models.serving.task_plan import TaskPlan, directory_of, make_plan
 from nxd_models.spec import TRANSFORMERS, DecoderConfig, EncoderConfig, ModelDirectory
 
 SERVING_FILES = ("config.json", "generation_config.json")
@@ -52,6 +55,7 @@ def plan(options: TaskOptions) -> TaskPlan:
 
     Raises ModelConfigError naming the argument or the field of ``config.json``.
     """
+    _check_head(options)
     directory = _directory(options)
     task = directory.task(options.task)
     if task != "generate" and options.speculate:
@@ -72,6 +76,10 @@ def plan(options: TaskOptions) -> TaskPlan:
             f"lora_slots = {options.lora_slots}: a model with an encoder has no slots for adapters; merge the adapter "
             "into the model and trace that"
         )
+    if task != "generate" and options.hidden_states:
+        raise ModelConfigError(
+            f"hidden_states = {options.hidden_states!r}: the task {task!r} has no heads, generate has"
+        )
     rounds = options.kv_cache_dtype != "auto"
     if rounds and (task != "generate" or directory.spec.encodes_prompts or getattr(directory.config, "why_whole", "")):
         raise ModelConfigError(
@@ -87,6 +95,8 @@ def plan(options: TaskOptions) -> TaskPlan:
         result.metadata["why_whole"] = whole
     if (library := directory.spec.model_impl) is not None:
         result.func_kwargs["model_impl"] = result.metadata["model_impl"] = library
+    if options.head_of is not None:  # the files of its target, by which an engine knows that one
+        path = model_directory(options.head_of)
     encodes = task != "generate"
     names = [*SERVING_FILES, *(sentence.files(path) if encodes else [])]
     result.files |= {name: path / name for name in names if (path / name).is_file()}
@@ -95,8 +105,23 @@ def plan(options: TaskOptions) -> TaskPlan:
     return result
 
 
+def _check_head(options: TaskOptions) -> None:
+    """Raise ModelConfigError for options that a head does not have, and for a head that is to be traced as a model."""
+    if options.head_of is None:
+        path = Path(options.model_dir)
+        files = options.weights is None and any(path.glob("*.safetensors"))
+        if files and "fc.weight" in SafetensorsSource(path).keys():  # noqa: SIM118  (a source is not a mapping)
+            raise ModelConfigError(f"{path} is an EAGLE head: name the model that it guesses for with --head-of")
+        return
+    names = ("model_impl", "chat_template", "weights", "lora_slots", "hidden_states")
+    if given := [name for name in names if getattr(options, name)]:
+        raise ModelConfigError(f"{given[0]} = {getattr(options, given[0])!r}: a head (head_of) has none; leave it out")
+
+
 def _directory(options: TaskOptions) -> ModelDirectory:
     """Read the directory; for transformers' module if only that can have contexts of ``max_len``."""
+    if options.head_of is not None:
+        return directory_of(options.model_dir, head_of=options.head_of)
     found = registry.load_config(options.model_dir, options.model_impl, options.task)
     length, config = options.max_len, found.config
     if length is None or not isinstance(config, DecoderConfig) or options.model_impl not in (None, "auto"):
@@ -133,15 +158,21 @@ def _plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
             f"that length, nor max_len = {max_len} be less; choose another one of them"
         )
     shapes = {f"decode_b{b}": (b, 1) for b in batches}
-    if slots > 1 and not whole:
+    head = directory.spec.head
+    if slots > 1 and not whole and head is None:
         shapes[f"mixed_b{slots + PROMPT_ROWS}"] = (slots + PROMPT_ROWS, 1)
-    shapes |= {f"verify_b{b}": (b, speculate + 1) for b in batches if speculate}
+    # A head does not verify: it reads what was.
+    shapes |= {f"{'verify' if head is None else 'read'}_b{b}": (b, speculate + 1) for b in batches if speculate}
     shapes |= {f"prefill_s{s}": (1, s) for s in lengths if s > 1}
     dtype = options.dtype or dtype_of(config.dtype)
     targets = options.lora_targets or directory.spec.adapter_targets
     lora = AdapterSlots.of(options.lora_slots, options.lora_rank, targets)
     kwargs: dict[str, Any] = {"model_dir": str(directory.path), "task": "generate", "dtype": dtype}
-    kwargs |= {"slots": slots, "max_len": max_len, "bias_slots": bias_slots, "draft_tokens": speculate}
+    verified = speculate if head is None else 0
+    kwargs |= {"slots": slots, "max_len": max_len, "bias_slots": bias_slots, "draft_tokens": verified}
+    kwargs |= {} if options.head_of is None else {"head_of": str(options.head_of)}
+    gives = _given(directory, options)
+    kwargs |= {} if gives is None else {"gives": options.hidden_states}
     kwargs |= {} if lora is None else {"adapters": lora}
     rounds = options.kv_cache_dtype != "auto"
     kwargs |= {"kv_cache_dtype": dtype_of(options.kv_cache_dtype)} if rounds else {}
@@ -166,13 +197,31 @@ def _plan_generate(directory: ModelDirectory, options: TaskOptions) -> TaskPlan:
         **({"kv_cache_dtype": options.kv_cache_dtype} if rounds else {}),
         **({"generation_without_effect": unused} if (unused := file.without_effect()) else {}),
         **({} if lora is None else {"lora": lora.metadata()}),
-        **({"speculate": speculate} if speculate else {}),
+        **({"speculate": verified} if verified else {}),
+        **({} if gives is None else {"hidden_states": gives}),
+        **({} if head is None else {"head": head}),
     }
     buckets = {
         name: step_inputs(config.vocab_size, b, s, slots, bias_slots, adapter=lora is not None)
         for name, (b, s) in shapes.items()
     }
+    if head is not None:
+        for name, (b, s) in shapes.items():
+            buckets[name]["hidden"] = torch.zeros(b, s, head["features"])
+            buckets[name]["ahead"] = torch.zeros(b, dtype=torch.int64)
     return make_plan("generate", kwargs, buckets, metadata, options.weights)
+
+
+def _given(directory: ModelDirectory, options: TaskOptions) -> dict[str, Any] | None:
+    """Return the kind of the hidden states that the graphs are to give, and how many numbers they are."""
+    kind, config, able = options.hidden_states, directory.config, directory.spec.gives_hidden_states
+    if kind is None:
+        return None
+    if not able or (kind == "eagle3" and config.num_layers < 3):
+        why = f"{config.num_layers} layers, of which it reads three" if able else "other modules"
+        whose = "models of the Llama family, natively traced, give them"
+        raise ModelConfigError(f"hidden_states = {kind!r}: {whose}; {directory.path} has {why}")
+    return {"kind": kind, "features": config.hidden_size * (3 if kind == "eagle3" else 1)}
 
 
 def _plan_encode(directory: ModelDirectory, task: str, options: TaskOptions) -> TaskPlan:

@@ -27,6 +27,7 @@ from nxd_server import engine  # its names are imported on first use, once the r
 from nxd_server.app.replica import Replica, cannot_serve
 from nxd_server.engine.request import eos_token_ids
 from nxd_server.engine.speculation import check_speculate
+from nxd_server.engine.step_tensors import check_buckets
 from nxd_server.errors import (
     EngineUnavailableError,
     GenerateOnlyError,
@@ -193,6 +194,7 @@ class Service:
                 f"lora = {','.join(settings.lora)!r}: this artifact has no slots for adapters; trace the model again "
                 "with --lora-slots"
             )
+        check_buckets(self.manifest.buckets)
         if settings.speculate or settings.draft:
             for_draft = f"--draft {settings.draft}: the model {self.artifact}" if settings.draft else ""
             check_speculate(self.metadata, settings.speculate, for_draft)

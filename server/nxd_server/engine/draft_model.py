@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from nxd_infer.artifact.manifest import Manifest
@@ -66,10 +67,32 @@ def check_draft(target: Manifest, draft: Manifest) -> None:
             f"draft: it has {draft.world_size} ranks and the model {target.world_size}, whose cores they share: trace "
             f"the draft again with --tp {target.tp_degree}"
         )
-    check_buckets(draft.buckets)
+    _check_head(target, draft)
+    check_buckets(draft.buckets, head="head" in ours)
     names = [{spec.name for bucket in one.buckets for spec in bucket.inputs} for one in (target, draft)]
     if missing := names[0] & SAMPLER_DEFAULTS.keys() - names[1] - {"adapter"}:
         raise ModelConfigError(f"draft: its graphs lack {', '.join(sorted(missing))}: trace the draft again")
+
+
+def _check_head(target: Manifest, draft: Manifest) -> None:
+    """Raise ModelConfigError for a head of another model, or of one whose graphs do not give what it reads."""
+    head, given = draft.metadata.get("head"), target.metadata.get("hidden_states")
+    if head is None:
+        return
+    kind = head["kind"]
+    if given is None or given["kind"] != kind:
+        gives = f"give those of {given['kind']}" if given else "give none"
+        raise ModelConfigError(
+            f"draft: it is an {kind} head, which reads the model's hidden states, and the model's graphs {gives}: "
+            f"trace the model again with --hidden-states {kind}"
+        )
+    if given != head or target.files.get("config.json") != draft.files.get("config.json"):
+        sizes = f"{head['features']} numbers for a token, and this one gives {given['features']}"
+        why = sizes if given != head else "another config.json"
+        raise ModelConfigError(
+            f"draft: it was traced as the head of another model, with {why}: trace it again, with this model's "
+            "directory as --head-of"
+        )
 
 
 def check_tokenizers(target: LoadedArtifact, draft: LoadedArtifact) -> None:
@@ -96,17 +119,15 @@ class _Read:
 
 
 @dataclass(slots=True)
-class _Fed(Row):
-    """A row that feeds ``given``."""
+class Fed(Row):
+    """A row that feeds ``given``; to a head with ``hidden`` states [tokens, F], and so far ``ahead`` in the text."""
 
     given: Sequence[int] = ()
+    hidden: Any = None
+    ahead: int = 0
 
     def tokens(self) -> list[int]:
         return list(self.given)
-
-
-def _fed(sequence: Generated, start: int, given: Sequence[int]) -> _Fed:
-    return _Fed(sequence, start, len(given), True, (), given)
 
 
 class DraftModel:
@@ -114,6 +135,8 @@ class DraftModel:
 
     Ranks that are lost are started again in a thread of their own; meanwhile the draft is not :attr:`ready`.
     """
+
+    feeds_back: int | None = None  # what stands for the slot's last guess; None: that itself is fed
 
     def __init__(
         self, model: RankModel, target: Manifest, restarts: RankRestarts, costs: Mapping[str, float] | None = None
@@ -135,7 +158,7 @@ class DraftModel:
         self.restarts = restarts
         left = ("adapter",)  # it has none of the target's
         self._inputs = {bucket.name: StepInputs(bucket, meta["slots"], model.arrays, left) for bucket in buckets}
-        self._read: dict[int, _Read] = {}
+        self._read: dict[int, Any] = {}
         self._closing = False
 
     # --- what it has read -------------------------------------------------------------------------------
@@ -159,6 +182,13 @@ class DraftModel:
         read.count = min(read.count, sequence.known - 1)
         return sequence.known - read.count
 
+    def free(self, sequence: Generated) -> int:
+        """Return how many tokens after those of ``sequence`` it has room for; 0 if it cannot guess for it."""
+        return max(0, self.max_len - sequence.known)
+
+    def learn_hidden(self, row: Row, hidden: Any) -> None:
+        """Take what the target's step gave for ``row``: hidden states [tokens, F] or more. Only a head wants them."""
+
     def read_on(self, sequence: Generated, seconds: float) -> None:
         """Read what it is behind, but for the last token: one piece, the shortest if all take more than ``seconds``,
         and more while their time lasts."""
@@ -167,8 +197,8 @@ class DraftModel:
             graph = next((graph for graph in able if graph.length >= missing), able[-1])
             start = sequence.known - 1 - missing
             given = sequence.tokens(start, min(missing, graph.length))
-            self._feed(graph, [_fed(sequence, start, given)])
-            self._read[sequence.slot or 0].count += len(given)
+            self._feed(graph, [self._row(sequence, start, given)])
+            self._keep(sequence, len(given))
             seconds -= self.costs[graph.name]
             if seconds < self.costs[self._pieces[0].name]:
                 return
@@ -187,9 +217,9 @@ class DraftModel:
         guesses: list[list[int]] = [[] for _ in wanted]
 
         def feed(chosen: Sequence[int], most: int | None = None) -> list[int]:
-            rows = [_fed(sequences[index], starts[index], given[index][:most]) for index in chosen]
+            rows = [self._row(sequences[index], starts[index], given[index][:most]) for index in chosen]
             for index, row in zip(chosen, rows, strict=True):
-                starts[index], given[index] = row.start + row.length, given[index][row.length :]
+                starts[index], given[index] = starts[index] + row.length, given[index][row.length :]
             return self._feed_all(rows)
 
         while (longest := max(map(len, given))) > 1:  # one by one, if that is faster than a step of so many
@@ -201,10 +231,19 @@ class DraftModel:
             active = [index for index, count in enumerate(counts) if count > place]
             for index, token in zip(active, feed(active), strict=True):
                 guesses[index].append(token)
-                given[index] = [token]
+                given[index] = [token if self.feeds_back is None else self.feeds_back]
         for sequence, drawn in zip(sequences, guesses, strict=True):
-            self._read[sequence.slot or 0] = _Read(sequence, sequence.known, drawn[:-1])
+            self._keep(sequence, self.behind(sequence), drawn[:-1])
         return guesses
+
+    def _row(self, sequence: Generated, start: int, given: Sequence[int]) -> Fed:
+        """Return the row that feeds ``given``, the tokens of ``sequence`` from ``start`` on."""
+        return Fed(sequence, start, len(given), True, (), given)
+
+    def _keep(self, sequence: Generated, tokens: int, guesses: Sequence[int] = ()) -> None:
+        """Take note that it has read so many more ``tokens`` of ``sequence``, and then its own ``guesses``."""
+        read = self._read[sequence.slot or 0]
+        read.count, read.guesses = read.count + tokens, guesses
 
     def seconds(self, rows: int, length: int = 1) -> float:
         """Return what it takes to feed so many ``rows`` of up to ``length`` tokens; infinity if no graph does."""
@@ -214,16 +253,18 @@ class DraftModel:
         able = [graph for graph in self.graphs if graph.length >= length]
         return [(ceil(rows / graph.batch) * self.costs[graph.name], graph) for graph in able]
 
-    def _feed_all(self, rows: Sequence[_Fed]) -> list[int]:
+    def _feed_all(self, rows: Sequence[Fed]) -> list[int]:
         _, graph = min(self._ways(len(rows), max(row.length for row in rows)), key=lambda way: way[0])
         parts = range(0, len(rows), graph.batch)
         return [token for at in parts for token in self._feed(graph, rows[at : at + graph.batch])]
 
-    def _feed(self, graph: Graph, rows: Sequence[_Fed]) -> list[int]:
+    def _feed(self, graph: Graph, rows: Sequence[Fed]) -> list[int]:
         """Run one step; return the token that is drawn after each row."""
         inputs, begin = self._inputs[graph.name], time.monotonic()
         for index, row in enumerate(rows):
             inputs.put(index, row)
+            if row.hidden is not None:
+                inputs.put_hidden(index, row.hidden, row.ahead)
         for index in range(len(rows), inputs.batch):
             inputs.clear(index)
         outputs = self.steps.timed(graph.name, inputs.tensors)[0]
@@ -313,6 +354,17 @@ class DraftSpeculation(Speculation):
             self.draft.lost(error)
             return step
 
+    def saw(self, step: Step, outputs: Mapping[str, Any]) -> None:
+        hidden = outputs.get("hidden")
+        if hidden is None or not self.draft.ready:
+            return
+        try:
+            for index, row in enumerate(step.rows):
+                if row.sequence.slot is not None:
+                    self.draft.learn_hidden(row, hidden[index])
+        except Exception as error:
+            self.draft.lost(error)
+
     def _put(self, step: Step, graph: Graph) -> Step:
         draft, plain = self.draft, self._costs[step.graph.name]
         rooms = {row.sequence: self._room(row.sequence) for row in step.rows}
@@ -345,8 +397,7 @@ class DraftSpeculation(Speculation):
         return self.verifying(graph, (replace(row, draft=tuple(guesses.get(row.sequence, ()))) for row in step.rows))
 
     def _room(self, sequence: Generated) -> int:
-        free = self.draft.max_len - sequence.known
-        return 0 if sequence in self._left else max(0, min(room(sequence, self._tokens), free))
+        return 0 if sequence in self._left else min(room(sequence, self._tokens), self.draft.free(sequence))
 
     def _best(self, step: Step, graph: Graph, rooms: dict[Generated, int]) -> tuple[int, float]:
         """Return how many guesses for these sequences give most tokens per second in this step, 0 if none do, and how

@@ -23,6 +23,7 @@ from nxd_infer.errors import ModelConfigError
 from nxd_infer.runtime.rank_model import RankModel
 from nxd_server.engine.adapter_slots import Adapters
 from nxd_server.engine.admission import WholeRequest, check_timeout
+from nxd_server.engine.draft_head import DraftHead
 from nxd_server.engine.draft_model import DraftModel, DraftSpeculation
 from nxd_server.engine.engine_core import EngineCore, EngineHealth, EngineStats
 from nxd_server.engine.request import (
@@ -132,7 +133,8 @@ class Engine(EngineCore):
         self._draft = None
         self._speculation = Speculation(verifying, speculate, step_costs)
         if draft is not None:
-            self._draft = DraftModel(draft, manifest, self.restarts.another(), draft_costs)
+            kind = DraftHead if draft.manifest.metadata.get("head") else DraftModel
+            self._draft = kind(draft, manifest, self.restarts.another(), draft_costs)
             self._speculation = DraftSpeculation(self._draft, verifying, speculate, step_costs)
         self._inputs = {bucket.name: StepInputs(bucket, traced, model.arrays) for bucket in manifest.buckets}
         self._depths = {known: steps_in_flight(model, known) for known in (False, True)}
@@ -364,6 +366,7 @@ class Engine(EngineCore):
             settled = zip(step.rows, result.tokens, strict=False)
             rows = [self._speculation.settle(row, tokens) for row, tokens in settled]
             step = Step(step.kind, step.graph, tuple(rows))
+            self._speculation.saw(step, outputs)
         self._take_tokens(step, result)
         self._live_tokens = self._scheduler.live_tokens
 

@@ -11,7 +11,7 @@ answers are the same with and without speculation, greedy or sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -140,6 +140,9 @@ class Speculation:
         rows = tuple(replace(row, length=1 + len(row.draft)) for row in rows)
         self.drafted += sum(len(row.draft) for row in rows)
         return Step("decode", graph, rows)
+
+    def saw(self, step: Step, outputs: Mapping[str, Any]) -> None:
+        """Take note of the outputs of ``step``, whose rows end after their last right guess."""
 
     def lookup(self, sequence: Generated) -> Lookup:
         """Return the n-gram index of ``sequence``, which lives as long."""

@@ -20,18 +20,26 @@ from nxd_server.engine.scheduler import Row
 from nxd_server.text.grammars import ban
 
 STEP_INPUTS = ("tokens", "start", "length", "block_table")
+HEAD_INPUTS = ("hidden", "ahead")
+"""What a head is given besides (:class:`nxd_server.engine.draft_head.DraftHead`)."""
 
 
-def check_buckets(buckets: list[BucketSpec]) -> None:
-    """Reject, by name, graphs with an input that the engine cannot feed, or without one that a step needs."""
+def check_buckets(buckets: list[BucketSpec], head: bool = False) -> None:
+    """Reject, by name, graphs with an input that the engine cannot feed, or without one that a step needs. ``head``:
+    those of a head."""
     for bucket in buckets:
         names = {spec.name for spec in bucket.inputs}
+        if not head and names.issuperset(HEAD_INPUTS):
+            raise ModelConfigError(
+                f"bucket {bucket.name} is of a head, which only guesses for another model: serve that one, with this "
+                "artifact as its draft"
+            )
         if missing := [name for name in STEP_INPUTS if name not in names]:
             raise ModelConfigError(
                 f"bucket {bucket.name} is not a generation step: it has no input {', '.join(missing)} (it takes "
                 f"{', '.join(sorted(names))}). Trace the model with --task generate"
             )
-        known = {*STEP_INPUTS, *SAMPLER_DEFAULTS}
+        known = {*STEP_INPUTS, *SAMPLER_DEFAULTS, *(HEAD_INPUTS if head else ())}
         unknown = [spec.name for spec in bucket.inputs if spec.name not in known and spec.default is None]
         if unknown:
             raise ModelConfigError(
@@ -59,7 +67,7 @@ class StepInputs:
         ``left``: inputs that keep their defaults, whatever requests ask for."""
         self._scratch = scratch
         # Any input in neither set has a default, see check_buckets.
-        known = [spec for spec in bucket.inputs if spec.name in STEP_INPUTS or spec.name in SAMPLER_DEFAULTS]
+        known = [spec for spec in bucket.inputs if spec.name in {*STEP_INPUTS, *HEAD_INPUTS, *SAMPLER_DEFAULTS}]
         self._arrays: Mapping[str, np.ndarray]
         self.tensors: Mapping[str, Any]
         """The inputs in the form that the model takes."""
@@ -122,6 +130,11 @@ class StepInputs:
                 sequence.guide.allow(words, without)
             if sequence.rules is not None:
                 sequence.rules.apply(words, sequence.output, None if sequence.guide else without)
+
+    def put_hidden(self, index: int, hidden: np.ndarray, ahead: int) -> None:
+        """Write what row ``index`` of a head is given: hidden states [tokens, F], maybe none, and ``ahead``."""
+        self._arrays["hidden"][index, : len(hidden)] = hidden
+        self._arrays["ahead"][index] = ahead
 
     def _write(self, index: int, sequence: Sequence, banned: bool) -> None:
         """Write the inputs of a row that stay while a choice is in it."""
