@@ -177,7 +177,7 @@ class TraceOptions(_Reporting):
     )
     quantize: str | None = option(
         None,
-        "int8 reads half the bytes per token; int4, int4-64, int4-128, or one with -asym behind, even less. "
+        "int8 reads half the bytes per token; int4, int4-64 or int4-128, each also with -asym, even less. "
         "`nxd-infer verify` measures the loss of accuracy.",
         details='`"int8"` holds the weights of linear layers (and a table that is tied to one) in eight bits with a '
         'scale per output. `"int4"` holds linear layers in four with a scale per 32 inputs (`"int4-64"`, `"int4-128"`: '
