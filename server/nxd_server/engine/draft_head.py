@@ -31,13 +31,10 @@ class _Read:
     sequence: Generated
     base: int
     count: int
+    end: int
+    """The first token whose state is not there."""
     hidden: list[np.ndarray] = field(default_factory=list)
     """Each [tokens, F], in order."""
-
-    @property
-    def end(self) -> int:
-        """The first token whose state is not there."""
-        return self.count + sum(map(len, self.hidden))
 
     def states(self, start: int, length: int) -> np.ndarray:
         """Return the states of ``length`` tokens, or as many as there are, from token ``start`` on."""
@@ -49,7 +46,7 @@ class _Read:
         """Forget everything from token ``end`` on."""
         if end < self.end:
             self.hidden = [self.states(self.count, end - self.count)] if end > self.count else []
-            self.count = min(self.count, end)
+            self.count, self.end = min(self.count, end), end
 
 
 class DraftHead(DraftModel):
@@ -67,7 +64,8 @@ class DraftHead(DraftModel):
         if read is not None:
             read.cut(start)
         if read is None or not read.base <= start == read.end or start + row.length - read.base > self.max_len:
-            read = self._read[slot] = _Read(sequence, start, start)
+            read = self._read[slot] = _Read(sequence, start, start, start)
+        read.end += row.length
         read.hidden.append(np.asarray(hidden[: row.length]).astype(np.float32))  # copied: the next step overwrites them
 
     def _shared(self, read: _Read, sequence: Generated) -> int:
