@@ -148,9 +148,9 @@ class Scheduler:
         """Cache positions that hold tokens of running choices."""
         return sum(sequence.computed for sequence in (*self._decoding.values(), *self._prefilling))
 
-    def sequences(self) -> list[Sequence]:
-        """Return all unfinished choices, running ones first."""
-        return [*self._decoding.values(), *self._prefilling, *self._waiting]
+    def sequences(self) -> Iterator[Sequence]:
+        """Yield all unfinished choices, running ones first."""
+        yield from [*self._decoding.values(), *self._prefilling, *self._waiting]
 
     # --- adding and removing -----------------------------------------------------------------------------------
 
