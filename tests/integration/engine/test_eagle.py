@@ -20,7 +20,7 @@ from nxd_server.engine.rank_restarts import RankRestarts
 from nxd_server.engine.sampling_params import Sampler
 from nxd_server.engine.scheduler import Row
 from tests.support import eagle_heads
-from tests.support.eagle_heads import COUNT, PROMPTS, models
+from tests.support.eagle_heads import COUNT, PROMPTS, models, write_target
 from tests.support.engine.schedules import sequence
 from tests.support.shared import shared
 
@@ -50,9 +50,9 @@ def costs_of(artifact, seconds):
     return {name: seconds * (1 + 1e-3 * s) for name, (_, s) in shapes.items()}
 
 
-def guessing(kind, head, tp=(1, 1), **options):
+def guessing(kind, head, tp=(1, 1), sizes=(), **options):
     target = traced("target", tp[0], hidden_states=kind)
-    draft = traced(f"{head}-{kind}", tp[1])
+    draft = traced(f"{head}-{kind}", tp[1], **dict(sizes))
     costs = {"costs": costs_of(target, 1e-3), "draft_costs": costs_of(draft, 1e-7)}
     return LLM(target, draft=draft, **costs, **options)
 
@@ -118,6 +118,29 @@ def test_a_head_changes_nothing_whatever_a_request_asks_for(kind, tp):
             stats = llm.engine.stats()
             assert 0 < stats.accepted_tokens < stats.draft_tokens and llm._draft is not None and stats.reused_tokens > 0
             assert llm._draft.failure is None
+
+
+def test_new_weights_of_the_model_have_their_own_answers_and_old_ones_their_guesses(tmp_path):
+    kind, prompt = "eagle3", PROMPTS[2]
+    files = [write_target(tmp_path, seed=1), models() / "target"]
+    with guessing(kind, "learnt") as llm, LLM(traced("target", 1, hidden_states=kind)) as plain:
+        for file in files:
+            for one in (llm, plain):
+                one.update_weights(file / "model.safetensors")
+            before = llm.engine.stats()
+            (answer,) = tokens(llm, [prompt], GREEDY)
+            assert [answer] == tokens(plain, [prompt], GREEDY)
+        stats = llm.engine.stats()
+    guesses = stats.draft_tokens - before.draft_tokens, stats.accepted_tokens - before.accepted_tokens
+    assert guesses == simulated(kind, prompt, answer), "nothing that it has read of the others is left"
+
+
+def test_a_text_that_has_filled_the_heads_cache_goes_on_with_guesses_from_there():
+    answers = torch.load(models() / "answers.pt")
+    with guessing("eagle", "learnt", sizes={"max_len": 24}) as llm:
+        assert tokens(llm, [PROMPTS[2]], GREEDY) == [answers[2]]
+        # The prompt has 19 tokens: before the cache is full, fewer than five steps guess at most three each.
+        assert llm.engine.stats().draft_tokens > 20 and llm.engine.stats().accepted_tokens > 0
 
 
 def head_of(kind):
