@@ -21,6 +21,8 @@ LINE = re.compile(r"^(nxd_\w+?)(?:_total)?(?:\{(.*)\})? ([-+.\deE]+|NaN|[+-]Inf)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 Labels = frozenset[tuple[str, str]]
 Values = tuple[str, ...]
+WAIT_SECONDS = 10.0
+"""For an answer."""
 HEADS = {"model_name": "model", "copy": "copy"}
 """What says whose a rank is, and the heads of its columns."""
 
@@ -98,13 +100,13 @@ def view(before: Look, now: Look, title: str) -> RenderableType:
     for graph in now.by("nxd_bucket_executions", which):
         if count := steps(graph):
             filled = share(padding(graph), useful(graph) + padding(graph))
-            graphs.add_row(*graph, f"{count / seconds:.1f}", time_of(spent, count, graph), filled)
+            graphs.add_row(*map(Text, graph), f"{count / seconds:.1f}", time_of(spent, count, graph), filled)
     which = [*several, "rank"]
     ranks = Table(*(HEADS.get(label, label) for label in which), "alive", "steps/s", "ms a step")
     steps, spent = grown("nxd_rank_steps", which), grown("nxd_rank_seconds", which)
     for rank, alive in now.by("nxd_rank_alive", which).items():
         state = "yes" if alive else "NO"
-        ranks.add_row(*rank, state, f"{steps(rank) / seconds:.1f}", time_of(spent, steps(rank), rank))
+        ranks.add_row(*map(Text, rank), state, f"{steps(rank) / seconds:.1f}", time_of(spent, steps(rank), rank))
     return Group(said, summary, graphs, ranks)
 
 
@@ -114,7 +116,10 @@ def run(url: str, api_key: str | None, every: float, once: bool) -> None:
     server, title = Server(url, api_key), urlsplit(url).netloc
 
     def look() -> Look:
-        return Look(asyncio.run(asyncio.wait_for(server.get("/metrics"), 10)).decode())
+        try:
+            return Look(asyncio.run(asyncio.wait_for(server.get("/metrics"), WAIT_SECONDS)).decode())
+        except asyncio.TimeoutError:
+            raise ServerError(f"{url} did not answer within {WAIT_SECONDS:g} s") from None
 
     before = look()
     if once:
@@ -128,5 +133,5 @@ def run(url: str, api_key: str | None, every: float, once: bool) -> None:
                 now = look()
                 live.update(view(before, now, title), refresh=True)
                 before = now
-            except (ServerError, asyncio.TimeoutError) as error:
-                live.update(f"{title}: {error}", refresh=True)
+            except ServerError as error:
+                live.update(Text(f"{title}: {error}"), refresh=True)

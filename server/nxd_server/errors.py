@@ -86,7 +86,7 @@ class WeightsBusyError(ServerError, RuntimeError):
 
     status, code, retry_after = 409, "weights_busy", 5.0
 
-    def __init__(self, message: str = "another change of the weights is on its way; try again when it is over"):
+    def __init__(self, message: str = "another change of weights, adapters or ranks is on its way; try again later"):
         super().__init__(message)
 
 

@@ -587,7 +587,7 @@ class Service:
 
     def load_adapter(self, name: str, path: Path, timeout: float) -> Adapter:
         """Load an adapter into every copy, or into none. Raises as :meth:`Adapters.load`."""
-        self.require_engine()
+        self.require_engine().adapters.check(name)
         loaded: list[Engine] = []
         if not self._changing.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
             raise WeightsBusyError(f"another change of the weights was not over after {timeout:g} s; try again")

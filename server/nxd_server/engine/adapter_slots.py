@@ -68,7 +68,19 @@ class Adapters:
             adapter.ready = True
         return adapter
 
+    def check(self, name: str) -> None:
+        """Raise what :meth:`load` raises at once for this name."""
+        with self._lock:
+            self._free(name)
+
     def _reserve(self, name: str) -> Adapter:
+        with self._lock:
+            adapter = Adapter(name, self._free(name), int(time.time()))
+            self._held.append(adapter)
+            return adapter
+
+    def _free(self, name: str) -> int:
+        """Return a free slot."""
         if not self.slots:
             raise RequestError("", "this model was traced without slots for adapters: trace it again with --lora-slots")
         if not isinstance(name, str) or _NAME.fullmatch(name) is None:
@@ -76,23 +88,20 @@ class Adapters:
                 "name",
                 f"must be 1 to 128 letters, digits and . _ : / -, beginning with a letter or digit, got {name!r}",
             )
-        with self._lock:
-            if name in self.taken_names:
-                raise AdapterConflictError(f"{name!r} is the name of the model itself: choose another one")
-            # A removed adapter's name may be reused while its last requests are still running.
-            if any(adapter.name == name and (adapter.ready or not adapter.running) for adapter in self._held):
-                raise AdapterConflictError(f"there is an adapter {name!r} already: remove it, or choose another name")
-            taken = {adapter.slot for adapter in self._held}
-            free = [slot for slot in range(1, self.slots + 1) if slot not in taken]
-            if not free:
-                held = ", ".join(f"{adapter.name} ({adapter.running} running)" for adapter in self._held)
-                raise AdapterConflictError(
-                    f"all {self.slots} slots for adapters are in use by {held}: remove one, wait until the requests of "
-                    "a removed one have ended, or trace the model with more --lora-slots"
-                )
-            adapter = Adapter(name, free[0], int(time.time()))
-            self._held.append(adapter)
-            return adapter
+        if name in self.taken_names:
+            raise AdapterConflictError(f"{name!r} is the name of the model itself: choose another one")
+        # A removed adapter's name may be reused while its last requests are still running.
+        if any(adapter.name == name and (adapter.ready or not adapter.running) for adapter in self._held):
+            raise AdapterConflictError(f"there is an adapter {name!r} already: remove it, or choose another name")
+        taken = {adapter.slot for adapter in self._held}
+        free = [slot for slot in range(1, self.slots + 1) if slot not in taken]
+        if not free:
+            held = ", ".join(f"{adapter.name} ({adapter.running} running)" for adapter in self._held)
+            raise AdapterConflictError(
+                f"all {self.slots} slots for adapters are in use by {held}: remove one, wait until the requests of "
+                "a removed one have ended, or trace the model with more --lora-slots"
+            )
+        return free[0]
 
     def remove(self, name: str) -> Adapter:
         """Withdraw ``name`` from new requests. Its slot is free once the running ones have ended.

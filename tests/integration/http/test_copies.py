@@ -124,6 +124,8 @@ def test_while_an_adapter_is_on_its_way_new_weights_are_refused_by_all_copies(se
             # a folder without weights: until the adapter's turn has begun, the first copy finds that out
             swap = {"path": "late", "timeout": 60}
             wait_for(lambda: server.post("/v1/weights", swap, **ADMIN).status_code == 409, 30)
+            bad = server.post("/v1/adapters", {"name": "no name!", "path": "late"}, **ADMIN)
+            is_error(bad, 400, "name")  # at once
             for _ in range(20):  # the first copy has the adapter soon, the other one waits
                 refused = is_error(server.post("/v1/weights", swap, **ADMIN), 409, code="weights_busy")
                 assert "copies" not in refused["message"]

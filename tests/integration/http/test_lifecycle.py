@@ -117,7 +117,7 @@ def test_a_slow_reader_gets_its_whole_answer_while_the_server_drains():
         assert server.wait() == 0
 
 
-OTHER = "another change of the weights is on its way"
+OTHER = "another change of weights, adapters or ranks is on its way"
 
 
 def test_a_signal_ends_a_swap_that_waits_and_no_request(tmp_path):

@@ -66,6 +66,6 @@ def test_top_shows_what_a_server_is_doing(server):
     done = command("top", server.url, "--api-key", "k", "--once", "--every", "0.2")
     assert done.returncode == 0, done.stderr
     title, *_ = done.stdout.splitlines()
-    assert re.search(r": speeds and times of the last 0\.\d s, without a request$", title.rstrip()), title
+    assert re.search(r": speeds and times of the last \d+\.\d s, without a request$", title.rstrip()), title
     assert done.stdout.endswith("\n")
     assert "ready" in done.stdout and "slots in use" in done.stdout and "rank" in done.stdout

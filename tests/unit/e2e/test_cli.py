@@ -113,6 +113,7 @@ def test_top_shows_the_ranks_and_graphs_of_every_model_and_copy():
     def pictured(*whose) -> list[list[str]]:
         return picture(look(0, 0, *whose), look(3, 5, *whose))
 
+    assert "b[/x]" in [line[0] for line in pictured(["a", "b[/x]"], ["0"]) if line]
     lines = pictured(["a", "b"], ["0", "1"])
     assert ["model", "copy", "rank", "alive", "steps/s", "ms", "a", "step"] in lines
     ranks = [["a", "0", "0", "yes", "0.0"], ["a", "1", "0", "NO", "3.0"], ["b", "0", "0", "yes", "3.0"]]

@@ -15,6 +15,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nxd_server.http.scope_keys import KEY, REFUSAL, REQUEST_ID
@@ -60,20 +61,26 @@ class TextFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
+MOST_KNOWN = 100
+"""Messages that :class:`Seldom` remembers."""
+
+
 class Seldom(logging.Filter):
-    """Of the records of one of OpenTelemetry's loggers at one level, lets a first one pass, and then one in so many
+    """Of the equal messages of one of OpenTelemetry's loggers, lets a first one pass, and then one in so many
     ``seconds``, with the number of those left out: a receiver that is gone is reported whenever it is tried."""
 
-    def __init__(self, seconds: float = 60.0):
+    def __init__(self, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic):
         super().__init__("opentelemetry")
-        self._seconds = seconds
-        self._known: dict[tuple[str, int], tuple[float, int]] = {}
+        self._seconds, self._clock = seconds, clock
+        self._known: dict[tuple[str, int, str], tuple[float, int]] = {}
         """When the next one may pass, and how many were left out since the last."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not super().filter(record):
             return True  # another library's, or our own
-        key, now = (record.name, record.levelno), time.monotonic()
+        key, now = (record.name, record.levelno, str(record.msg)), self._clock()
+        if len(self._known) > MOST_KNOWN and key not in self._known:
+            self._known.clear()
         due, left_out = self._known.get(key, (now, 0))
         self._known[key] = (due, left_out + 1) if now < due else (now + self._seconds, 0)
         if now >= due and left_out:
