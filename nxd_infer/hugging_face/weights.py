@@ -199,10 +199,13 @@ def stored_weights(path: str | os.PathLike[str]) -> WeightSource:
     return source if form is None else DequantizedSource(source, form)
 
 
-def weights(model_dir: str | os.PathLike[str], prefixes: Sequence[str] = PREFIXES) -> HuggingFaceSource:
+def weights(
+    model_dir: str | os.PathLike[str], prefixes: Sequence[str] = PREFIXES, *, ties: bool = True
+) -> HuggingFaceSource:
     """Open the weights of a model directory (one file, or several with or without an index), to be read by slices.
 
-    ``prefixes``: what the names of a checkpoint may begin with and a model's not, or vice versa.
+    ``prefixes``: what the names of a checkpoint may begin with and a model's not, or vice versa. ``ties``: whether
+    ``config.json`` may tie its output head to its embedding.
     Quantised ones are read dequantised.
     Raises CheckpointError naming the file if there are none, if one is damaged, or if there are only pickles;
     WeightMismatchError for a head that is to be tied and is not the embedding.
@@ -213,7 +216,7 @@ def weights(model_dir: str | os.PathLike[str], prefixes: Sequence[str] = PREFIXE
         if pickles:
             raise CheckpointError(f"{path} holds {', '.join(pickles)} and no safetensors file: {CONVERSION_HINT}")
     source = stored_weights(path)
-    return HuggingFaceSource(source, prefixes, check_tied_head(path, source))
+    return HuggingFaceSource(source, prefixes, check_tied_head(path, source) if ties else None)
 
 
 def named_weights(module: nn.Module, source: Weights) -> NamedSource:

@@ -33,14 +33,18 @@ def load_head(model_dir: str | os.PathLike[str], target: str | os.PathLike[str])
             f"{path} holds {PICKLED} and no safetensors file: pickled weights are never loaded; convert them once, "
             f"where you trust them: safetensors.torch.{convert}"
         )
-    file, weights, theirs = path / "config.json", hf.weights(path), model.config
+    file, weights, theirs = path / "config.json", hf.weights(path, ties=False), model.config
     raw = read_json(file)
     if weights.resolve("fc.weight") is None:
         raise ModelConfigError(f"{path} is no EAGLE head, it has no weight fc: trace a model without --head-of")
     if not isinstance(theirs, DecoderConfig) or not model.spec.gives_hidden_states:
         raise ModelConfigError(f"head_of = {target}: heads guess for models of the Llama family, natively traced")
-    three = weights.resolve("midlayer.self_attn.q_proj.weight") is not None
-    kind, features = "eagle3" if three else "eagle", weights.shape("fc.weight")[1] // (1 if three else 2)
+    three, shape = weights.resolve("midlayer.self_attn.q_proj.weight") is not None, weights.shape("fc.weight")
+    if len(shape) != 2:
+        raise CheckpointError(f"{path}: fc.weight has {len(shape)} dimensions, expected 2: damaged?")
+    if not three and shape[1] == 3 * shape[0]:
+        raise ModelConfigError(f"{path}: an EAGLE-3 head without midlayer: heads of this form are not supported")
+    kind, features = "eagle3" if three else "eagle", shape[1] // (1 if three else 2)
     config = read_head(raw, str(file), kind, features, weights.resolve("fc.bias") is not None)
     states, words = ("hidden states of", features), ("vocabulary of", config.vocab_size)
     for (what, ours), wanted in ((states, theirs.hidden_size * (3 if three else 1)), (words, theirs.vocab_size)):
@@ -57,12 +61,13 @@ def load_head(model_dir: str | os.PathLike[str], target: str | os.PathLike[str])
 
 
 def _weights(path: Path, target: str | os.PathLike[str], vocabulary: int) -> FirstOf:
-    own, theirs = hf.weights(path), hf.weights(model_directory(target))
+    own, theirs = hf.weights(path, ties=False), hf.weights(model_directory(target))
     embedding = theirs.resolve("model." + SHARED[0])
     taken = {name: theirs.resolve(name) or embedding for name in SHARED if own.resolve(name) is None}
     if own.resolve("d2t") is not None:  # indexes memory
         guessed = own.read("d2t").long()
         tokens = guessed + guessed.new_ones(guessed.shape).cumsum(0) - 1
-        if tokens.unique().numel() < tokens.numel() or tokens.min() < 0 or tokens.max() >= vocabulary:
+        whole = guessed.dim() == 1 and guessed.numel() > 0
+        if not whole or tokens.unique().numel() < tokens.numel() or tokens.min() < 0 or tokens.max() >= vocabulary:
             raise CheckpointError(f"{path}: d2t does not map guesses to different tokens below {vocabulary}: damaged?")
     return FirstOf(own, RemappedSource(theirs, {name: source for name, source in taken.items() if source}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nxd_infer.errors import CheckpointError, ModelConfigError
 from nxd_infer.hugging_face import weights as hf
@@ -111,6 +112,35 @@ def test_what_is_no_head_of_this_model_is_refused_with_the_fix(target, heads, tm
     torch.save({}, pickled / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pickled weights are never loaded.*save_file"):
         tasks.plan(pickled, head_of=target)
+
+
+def test_a_head_may_say_that_its_output_layer_is_tied(target, tmp_path):
+    """As a copy of its model's config.json does; its weights are its own, or the model's."""
+    for kind in KINDS:
+        weights = random_head(target, kind)
+        folder = write_head(tmp_path / kind, target, weights, tie_word_embeddings=True)
+        for own in ({}, weights):
+            if own:
+                save_file({name: one.contiguous() for name, one in own.items()}, folder / "model.safetensors")
+            found = tasks.plan(folder, head_of=target).checkpoint_loader_callable()
+            for name in ("embed_tokens.weight", "lm_head.weight"):
+                assert torch.equal(found.read(name), weights[name])
+
+
+def test_a_damaged_head_is_refused_by_the_name_of_its_tensor(target, tmp_path):
+    for name, damaged, words in (
+        ("d2t", torch.zeros(0, dtype=torch.int64), "d2t does not map"),
+        ("d2t", torch.zeros(2, 3, dtype=torch.int64), "d2t does not map"),
+        ("fc.weight", torch.zeros(96), "fc.weight has 1 dimensions, expected 2"),
+    ):
+        weights = random_head(target, "eagle3")
+        size = len(weights["d2t"])
+        folder = write_head(tmp_path, target, weights | {name: damaged}, draft_vocab_size=size)
+        with pytest.raises(CheckpointError, match=words):
+            tasks.plan(folder, head_of=target).checkpoint_loader_callable()
+    renamed = {name.replace("midlayer.", "layers.0."): one for name, one in random_head(target, "eagle3").items()}
+    with pytest.raises(ModelConfigError, match="EAGLE-3 head without midlayer: heads of this form are not supported"):
+        tasks.plan(write_head(tmp_path, target, renamed), head_of=target)
 
 
 def test_models_that_give_no_hidden_states_are_refused(target, tmp_path):
