@@ -60,7 +60,7 @@ class MemoryPlan:
     weights: Mapping[str, int]
     """By encoding; ``""``: as stored."""
     cache: int
-    """States that have a part for each slot, with the scratch slot; 0 for a model without slots."""
+    """States that have a part for each slot, with the scratch slot, and what a head has not read; 0 without slots."""
     slots: int
     """The slots that are used, at most those that were traced."""
     states: int
@@ -128,6 +128,8 @@ def plan_memory(
             weights[encoding] = weights.get(encoding, 0) + count
         cache, states, working = cache + beside.cache, states + beside.states, working + beside.working
         processes += beside.processes - process_bytes(0)
+        if head := draft.metadata.get("head"):  # float32 states that it has not read, in the server's process
+            cache += (used + 1) * int(draft.metadata["max_len"]) * head["features"] * 4
     return MemoryPlan(weights, cache, used, states, working, processes, stored)
 
 

@@ -74,6 +74,9 @@ def test_a_draft_is_counted_beside_its_model():
     assert both.weights == {encoding: 2 * count for encoding, count in alone.weights.items()}
     assert both.cache == 2 * alone.cache and both.slots == alone.slots and both.working == 2 * alone.working
     assert both.processes - alone.processes == process_bytes(2) - process_bytes(0)
+    head = manifest()
+    head.metadata |= {"head": {"kind": "eagle3", "features": 96}, "max_len": 50}
+    assert plan_memory(manifest(), 2, draft=head).per_slot - both.per_slot == 50 * 96 * 4, "states that it has not read"
 
 
 @pytest.mark.parametrize(
