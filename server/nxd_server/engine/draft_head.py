@@ -4,14 +4,16 @@ It reads pairs: a token, and the target's hidden state of the token before. So a
 first, which all but the last have before every step: what is accepted is read again, with the target's states in place
 of the head's own, from which it had guessed.
 
-Hidden states are kept from a step's end until the head has read them. Of a prompt's beginning that the target took from
-its cache there are none. As far as the head has read it in the same slot, it goes on there; else it begins with the
-first state there is, as if the text began there: positions in its cache count from ``base``, and rotary positions are
-relative. So it does for texts that run when its ranks are lost, and for those that have filled its cache.
+Hidden states are kept from a step's end until the head has read them, and behind an answer's end if they are few. Of a
+prompt's beginning that the target took from its cache there are none. As far as the head has read it in the same slot,
+it goes on there; else it begins with the first state there is, as if the text began there: positions in its cache count
+from ``base``, and rotary positions are relative. So it does for texts that run when its ranks are lost, and for those
+that have filled its cache.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +23,10 @@ import numpy as np
 from nxd_server.engine.draft_model import DraftModel, Fed
 from nxd_server.engine.request import Sequence as Generated
 from nxd_server.engine.scheduler import UNKNOWN, Row
+from nxd_server.engine.step_tensors import StepInputs
+
+FEW = 64
+"""Tokens whose states may be kept behind an answer's end, for a conversation's next turn."""
 
 
 @dataclass(slots=True)
@@ -33,20 +39,37 @@ class _Read:
     count: int
     end: int
     """The first token whose state is not there."""
-    hidden: list[np.ndarray] = field(default_factory=list)
-    """Each [tokens, F], in order."""
+    hidden: deque[np.ndarray] = field(default_factory=deque)
+    """Each [tokens, F], in order, as steps gave them: thousands, if the head is far behind."""
 
     def states(self, start: int, length: int) -> np.ndarray:
         """Return the states of ``length`` tokens, or as many as there are, from token ``start`` on."""
-        if len(self.hidden) > 1:
-            self.hidden = [np.concatenate(self.hidden)]
-        return self.hidden[0][start - self.count :][:length]
+        parts, skipped = [], start - self.count
+        for given in self.hidden:
+            parts.append(given[skipped:][:length])
+            skipped, length = max(0, skipped - len(given)), length - len(parts[-1])
+            if not length:
+                break
+        return np.concatenate(parts)
+
+    def go_on(self, tokens: int) -> None:
+        """Take note that so many more are read, and forget their states."""
+        self.count += tokens
+        while tokens > 0:
+            first = self.hidden.popleft()
+            if len(first) > tokens:
+                self.hidden.appendleft(first[tokens:])
+            tokens -= len(first)
 
     def cut(self, end: int) -> None:
         """Forget everything from token ``end`` on."""
-        if end < self.end:
-            self.hidden = [self.states(self.count, end - self.count)] if end > self.count else []
-            self.count, self.end = min(self.count, end), end
+        while self.end > max(end, self.count):
+            last = self.hidden.pop()
+            self.end -= len(last)
+            if self.end < end:
+                self.hidden.append(last[: end - self.end])
+                self.end = end
+        self.count, self.end = min(self.count, end), min(self.end, end)
 
 
 class DraftHead(DraftModel):
@@ -56,17 +79,28 @@ class DraftHead(DraftModel):
     _read: dict[int, _Read]
 
     def learn_hidden(self, row: Row, hidden: Any) -> None:
-        sequence, start, slot = row.sequence, row.start, row.sequence.slot or 0
-        read = self._read.get(slot)
+        sequence, start, slot = row.sequence, row.start, row.sequence.slot
+        read = self._of(sequence) if slot is None else self._read.get(slot)
         if read is not None and read.sequence is not sequence:
             read.cut(self._shared(read, sequence))
             read.sequence = sequence
         if read is not None:
             read.cut(start)
         if read is None or not read.base <= start == read.end or start + row.length - read.base > self.max_len:
+            if slot is None:
+                return
             read = self._read[slot] = _Read(sequence, start, start, start)
-        read.end += row.length
         read.hidden.append(np.asarray(hidden[: row.length]).astype(np.float32))  # copied: the next step overwrites them
+        read.end += row.length
+
+    def drop_hidden(self, sequence: Generated) -> None:
+        read = self._of(sequence)
+        if read is not None and (read.end - read.count > FEW or not sequence.ended):
+            read.cut(read.count)
+
+    def _of(self, sequence: Generated) -> _Read | None:
+        """Return what is read of ``sequence``, which may have ended while a step with it ran."""
+        return next((read for read in self._read.values() if read.sequence is sequence), None)
 
     def _shared(self, read: _Read, sequence: Generated) -> int:
         """Return how many tokens of ``sequence`` have the states that ``read`` holds, if the target begins behind them:
@@ -86,11 +120,12 @@ class DraftHead(DraftModel):
         return sequence.known - 1 - self._read[sequence.slot or 0].count
 
     def _row(self, sequence: Generated, start: int, given: Sequence[int]) -> Fed:
-        read = self._read[sequence.slot or 0]
-        hidden = read.states(start - 1, len(given))
-        return Fed(sequence, start - 1 - read.base, len(given), True, (), given, hidden, read.base + 1)
+        return super()._row(sequence, start - 1 - self._read[sequence.slot or 0].base, given)
+
+    def _put(self, inputs: StepInputs, index: int, row: Fed) -> None:
+        super()._put(inputs, index, row)
+        read = self._read[row.sequence.slot or 0]
+        inputs.put_hidden(index, read.states(read.base + row.start, row.length), read.base + 1)
 
     def _keep(self, sequence: Generated, tokens: int, guesses: Sequence[int] = ()) -> None:
-        read = self._read[sequence.slot or 0]
-        rest = read.states(read.count + tokens, read.end)
-        read.hidden, read.count = [rest] if len(rest) else [], read.count + tokens
+        self._read[sequence.slot or 0].go_on(tokens)

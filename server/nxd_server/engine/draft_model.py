@@ -33,7 +33,7 @@ from nxd_server.engine.rank_restarts import RankRestarts
 from nxd_server.engine.request import Sequence as Generated
 from nxd_server.engine.sampling_params import SAMPLER_DEFAULTS
 from nxd_server.engine.scheduler import Row, Step
-from nxd_server.engine.speculation import RETRY, Acceptance, Speculation, room
+from nxd_server.engine.speculation import RETRY, Acceptance, Speculation, may_be_guessed, room
 from nxd_server.engine.step_runner import Graph, StepCosts, StepRunner, Tensors
 from nxd_server.engine.step_tensors import StepInputs, StepOutputs, check_buckets, tokens_input
 from nxd_server.errors import log_failure
@@ -120,11 +120,9 @@ class _Read:
 
 @dataclass(slots=True)
 class Fed(Row):
-    """A row that feeds ``given``; to a head with ``hidden`` states [tokens, F], and so far ``ahead`` in the text."""
+    """A row that feeds ``given``."""
 
     given: Sequence[int] = ()
-    hidden: Any = None
-    ahead: int = 0
 
     def tokens(self) -> list[int]:
         return list(self.given)
@@ -188,6 +186,14 @@ class DraftModel:
 
     def learn_hidden(self, row: Row, hidden: Any) -> None:
         """Take what the target's step gave for ``row``: hidden states [tokens, F] or more. Only a head wants them."""
+
+    def drop_hidden(self, sequence: Generated) -> None:
+        """Forget the hidden states of ``sequence`` that are unread: all, or if it has ended, unless they are few."""
+
+    def forget(self, sequence: Generated) -> None:
+        """Forget what was read of ``sequence``, or in its slot before."""
+        here = sequence.slot
+        self._read = {slot: one for slot, one in self._read.items() if slot != here and one.sequence is not sequence}
 
     def read_on(self, sequence: Generated, seconds: float) -> None:
         """Read what it is behind, but for the last token: one piece, the shortest if all take more than ``seconds``,
@@ -262,15 +268,16 @@ class DraftModel:
         """Run one step; return the token that is drawn after each row."""
         inputs, begin = self._inputs[graph.name], time.monotonic()
         for index, row in enumerate(rows):
-            inputs.put(index, row)
-            if row.hidden is not None:
-                inputs.put_hidden(index, row.hidden, row.ahead)
+            self._put(inputs, index, row)
         for index in range(len(rows), inputs.batch):
             inputs.clear(index)
         outputs = self.steps.timed(graph.name, inputs.tensors)[0]
         drawn = StepOutputs(outputs, inputs.batch).tokens
         self.costs.observe(graph.name, time.monotonic() - begin)  # with what this process does for it
         return [drawn[index][row.length - 1 if len(drawn[index]) > 1 else 0] for index, row in enumerate(rows)]
+
+    def _put(self, inputs: StepInputs, index: int, row: Fed) -> None:
+        inputs.put(index, row)
 
     # --- its ranks --------------------------------------------------------------------------------------
 
@@ -294,6 +301,7 @@ class DraftModel:
         if self._closing:
             return
         self.ready = False
+        self._read.clear()
         log_failure(log, "the draft model failed; answers go on without it", error)
         if refusal := self.restarts.refusal(excused=False):
             log.error("the draft model is not started again: %s", refusal)
@@ -309,7 +317,6 @@ class DraftModel:
         elif self._closing:
             self.model.close()
         else:
-            self._read.clear()
             self.ready = True
             log.info("the draft model guesses again after %.1f s", seconds)
 
@@ -358,12 +365,16 @@ class DraftSpeculation(Speculation):
         hidden = outputs.get("hidden")
         if hidden is None or not self.draft.ready:
             return
-        try:
-            for index, row in enumerate(step.rows):
-                if row.sequence.slot is not None:
+        for index, row in enumerate(step.rows):
+            try:
+                if may_be_guessed(row.sequence) and row.sequence not in self._left:
                     self.draft.learn_hidden(row, hidden[index])
-        except Exception as error:
-            self.draft.lost(error)
+            except Exception as error:  # of bookkeeping: the ranks are well
+                self.draft.forget(row.sequence)
+                log_failure(log, "hidden states for the draft model were lost; it begins anew", error)
+
+    def ended(self, sequence: Generated) -> None:
+        self.draft.drop_hidden(sequence)
 
     def _put(self, step: Step, graph: Graph) -> Step:
         draft, plain = self.draft, self._costs[step.graph.name]
@@ -383,6 +394,7 @@ class DraftSpeculation(Speculation):
             saved = (one.max_new_tokens - len(one.output)) * plain * (1 - 1 / speed)
             if draft.seconds_to_read(missing[one]) > saved:
                 self._left.add(one)
+                draft.drop_hidden(one)
         if late := [one for one in late if one not in self._left]:
             draft.read_on(first := min(late, key=missing.__getitem__), plain)
             missing[first] = draft.behind(first)

@@ -468,6 +468,7 @@ class Engine(EngineCore):
         choice.ended = True
         if choice.admitted is None:
             self.queue.withdrawn(choice)
+        self._speculation.ended(choice)
         self._scheduler.remove(choice, keep=outcome != "error")
         if choice.adapter is not None:
             self.adapters.give_back(choice.adapter)

@@ -144,6 +144,9 @@ class Speculation:
     def saw(self, step: Step, outputs: Mapping[str, Any]) -> None:
         """Take note of the outputs of ``step``, whose rows end after their last right guess."""
 
+    def ended(self, sequence: Generated) -> None:
+        """Take note that ``sequence`` has ended."""
+
     def lookup(self, sequence: Generated) -> Lookup:
         """Return the n-gram index of ``sequence``, which lives as long."""
         return self._lookups.setdefault(sequence, Lookup())
@@ -179,11 +182,17 @@ class Speculation:
         return replace(row, length=1 + right)
 
 
+def may_be_guessed(sequence: Generated) -> bool:
+    """Return whether any token may be guessed: counts of wrong guesses, which penalties need, could not be undone; and
+    each guess would need a mask of its own."""
+    return not (sequence.params.penalised or sequence.guided)
+
+
 def room(sequence: Generated, tokens: int) -> int:
     """Return how many tokens may be guessed for ``sequence``, at most ``tokens``."""
     params, generated = sequence.params, len(sequence.output)
-    if params.penalised or sequence.guided:
-        return 0  # token counts of wrong guesses could not be undone; and each guess would need a mask of its own
+    if not may_be_guessed(sequence):
+        return 0
     room = min(tokens, sequence.max_new_tokens - generated - 1)
     if generated < params.min_tokens:  # one mask against ending holds for all tokens of a row
         room = min(room, params.min_tokens - generated - 1)

@@ -143,6 +143,57 @@ def test_a_text_that_has_filled_the_heads_cache_goes_on_with_guesses_from_there(
         assert llm.engine.stats().draft_tokens > 20 and llm.engine.stats().accepted_tokens > 0
 
 
+def unread(head):
+    """How many tokens' hidden states are kept for a head."""
+    return sum(len(states) for read in head._read.values() for states in read.hidden)
+
+
+def never_pays(**draft_costs):
+    """A target and a head whose single steps take a second, or as said."""
+    target, draft = traced("target", 1, hidden_states="eagle"), traced("learnt-eagle", 1)
+    costs = {"costs": costs_of(target, 1e-3), "draft_costs": costs_of(draft, 1.0) | draft_costs}
+    return LLM(target, draft=draft, in_process=False, **costs)
+
+
+def test_states_that_nobody_will_read_are_not_kept():
+    slow = {name: 1e-7 for name in costs_of(traced("learnt-eagle", 1), 1.0) if name.startswith("decode")}
+    for draft_costs, prompt, params in (
+        ({}, PROMPTS[2], GREEDY.replace(frequency_penalty=0.7)),
+        (slow, PROMPTS[2], GREEDY),  # reading the prompt takes longer than guesses save
+        ({}, [token for one in PROMPTS for token in one], GREEDY),  # its end comes before the head has read any
+    ):
+        with never_pays(**draft_costs) as llm:
+            llm.generate([prompt], params)
+            assert llm.engine._draft is not None and not unread(llm.engine._draft)
+
+
+def test_a_conversation_keeps_the_heads_context_where_steps_overlapped():
+    """The last token of an answer has run when it is known to end it; the head has its state, too."""
+    answer = torch.load(models() / "answers.pt")[2]
+    place = next(place for place in range(6, COUNT) if answer[place] not in answer[:place])
+    with never_pays() as llm:
+        (said,) = tokens(llm, [PROMPTS[2]], GREEDY.replace(stop_token_ids=[answer[place]]))
+        text = [*PROMPTS[2], *said]
+        tokens(llm, [[*text, 30]], GREEDY.replace(max_tokens=3))
+        assert llm.engine.stats().reused_tokens == len(text), "all of it had run"
+        assert [read.base for read in llm.engine._draft._read.values() if read.end > len(text)] == [0]
+
+
+def test_an_error_in_what_is_noted_for_a_head_leaves_its_ranks_alone(monkeypatch, caplog):
+    learn, failures = DraftHead.learn_hidden, [ValueError("too wide")]
+
+    def learn_hidden(head, row, hidden):
+        if row.start > 12 and failures:
+            raise failures.pop()
+        learn(head, row, hidden)
+
+    monkeypatch.setattr(DraftHead, "learn_hidden", learn_hidden)
+    with guessing("eagle", "learnt") as llm:
+        assert tokens(llm, PROMPTS, GREEDY) == torch.load(models() / "answers.pt")
+        assert not failures and "too wide" in caplog.text
+        assert llm.engine.health().draft == {"ready": True, "restarts": 0} and llm.engine.stats().accepted_tokens > 0
+
+
 def head_of(kind):
     """A learnt head in this process, its weights, and the features of a text."""
     text = [*PROMPTS[1], *torch.load(models() / "answers.pt")[1]]
@@ -165,7 +216,7 @@ def test_a_text_whose_beginning_it_lacks_begins_with_what_there_is(kind):
         expected = eagle_heads.chain(weights, text[begin + 1 : known], features[begin : known - 1], GUESSES)[1]
         assert head.free(one) == 96 - (known - begin) and head.behind(one) == known - 1 - begin
         head.read_on(one, 1e-9)
-        assert head.behind(one) == 1 or head.behind(one) < known - 1 - begin
+        assert head.behind(one) == 4, "it reads by its shortest piece"
         assert head.guess([(one, GUESSES)]) == [expected]
         assert head.free(one) == 0, "the last token has not run yet"
         # A choice with the same beginning, of which the target has 12 tokens; the head goes on behind them.
@@ -179,6 +230,9 @@ def test_a_text_whose_beginning_it_lacks_begins_with_what_there_is(kind):
         head.learn_hidden(Row(third, 0, 14, False), there)
         assert head.behind(third) == 14
         assert head.guess([(third, 2)]) == [eagle_heads.chain(weights, third.prompt[1:], there[:-1], 2)[1]]
+        head.learn_hidden(Row(third, 14, 1, True), there[14:])
+        head.lost(RuntimeError("its ranks"))
+        assert not unread(head), "nobody will read them"
 
 
 def test_drawn_guesses_have_the_targets_noise_wherever_the_text_begins():
