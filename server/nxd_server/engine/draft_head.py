@@ -97,6 +97,8 @@ class DraftHead(DraftModel):
         read = self._of(sequence)
         if read is not None and (read.end - read.count > FEW or not sequence.ended):
             read.cut(read.count)
+        elif read is not None and read.hidden:
+            read.hidden = deque([np.concatenate(read.hidden)])  # no parts of a long prompt's array
 
     def _of(self, sequence: Generated) -> _Read | None:
         """Return what is read of ``sequence``, which may have ended while a step with it ran."""

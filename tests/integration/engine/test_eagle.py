@@ -235,6 +235,19 @@ def test_a_text_whose_beginning_it_lacks_begins_with_what_there_is(kind):
         assert not unread(head), "nobody will read them"
 
 
+def test_few_states_kept_behind_an_end_do_not_keep_those_that_came_with_them():
+    model, target, _, text, features = head_of("eagle")
+    with model:
+        head = DraftHead(model, target, RankRestarts(0, 1.0))
+        one = sequence(1, text[:9], 60, GREEDY, Sampler({"temperature": 0}, (), ()), slot=1)
+        head.learn_hidden(Row(one, 0, 8, False), features)
+        head.read_on(one, 1e-9)
+        one.ended = True
+        head.drop_hidden(one)
+        (kept,) = head._read[1].hidden
+        assert unread(head) == 4 and kept.base is None
+
+
 def test_drawn_guesses_have_the_targets_noise_wherever_the_text_begins():
     """A request draws with the noise of its seed at the token's place in the text, not in the head's cache."""
     from nxd_infer.ops import sample_adjusted
