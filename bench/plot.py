@@ -3,6 +3,7 @@ that grow with the bytes of a model."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -47,17 +48,18 @@ def _decode(folder: Path, record: report.Record) -> None:
 
 
 def _sizes(folder: Path, record: report.Record) -> None:
-    seconds = {"ours, start to ready": "start_seconds", "ours, a rank's death to ready again": "recovery_seconds"}
-    sizes = {round(found["bytes"] / 2**30, 2): found for found in record.figures.values()}
-    lines = {name: {gib: summary(found[key]) for gib, found in sizes.items()} for name, key in seconds.items()}
-    draw(folder / "sizes.svg", "Start and recovery", _subtitle(record), "weights, GiB", "seconds", lines)
     gib = 2**-30
-    memory: dict[str, dict[float, Summary]] = {
-        "ours, serving (PSS)": {x: summary([v * gib for v in found["memory"]]) for x, found in sizes.items()},
-        "ours, tracing": {x: summary([found["trace"]["held"] * gib]) for x, found in sizes.items()},
-        "its plan": {x: summary([found["trace"]["planned"] * gib]) for x, found in sizes.items()},
-    }
-    draw(folder / "sizes-memory.svg", "Memory", _subtitle(record), "weights, GiB", "GiB", memory)
+    seconds: dict[str, dict[float, Summary]] = defaultdict(dict)
+    memory: dict[str, dict[float, Summary]] = defaultdict(dict)
+    for name, found in record.figures.items():
+        form, x = name.partition(" ")[2], round(found["bytes"] * gib, 2)
+        seconds[f"{form}, start to ready"][x] = summary(found["start_seconds"])
+        seconds[f"{form}, a rank's death to ready again"][x] = summary(found["recovery_seconds"])
+        memory[f"{form}, serving (PSS)"][x] = summary([v * gib for v in found["memory"]])
+        memory[f"{form}, tracing"][x] = summary([found["trace"]["held"] * gib])
+    x_label = "weights in bfloat16, GiB"
+    draw(folder / "sizes.svg", "Start and recovery", _subtitle(record), x_label, "seconds", seconds)
+    draw(folder / "sizes-memory.svg", "Memory", _subtitle(record), x_label, "GiB", memory)
 
 
 def draw(path: Path, title: str, subtitle: str, x: str, y: str, lines: Lines) -> None:

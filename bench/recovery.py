@@ -30,7 +30,8 @@ async def again_after(loss: signal.Signals, server: Server, model: Path, number:
     while not all(one.times or one.error for one in streams):
         await asyncio.sleep(0.01)
     begin = time.perf_counter()
-    os.kill(ranks_of(server.pid)[-1], loss)
+    ranks = ranks_of(server.pid)
+    os.kill(ranks[-1 - number % len(ranks)], loss)
     try:
         await _until(server, False, DOWN_SECONDS)
         await _until(server, True, AGAIN_SECONDS)

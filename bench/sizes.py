@@ -1,6 +1,8 @@
-"""Measure what grows with a model: start to ready, recovery of a rank, other trials, memory of tracing and serving.
+"""Measure what grows with a model: start to ready, recovery of a rank, other trials, memory of tracing, verifying and
+serving.
 
-Random Llamas in bfloat16, at degree 2, for the batches and prompts of BATCHES and PROMPTS. A server runs alone.
+Random Llamas at degree 2, in the forms of FORMS, for the batches and prompts of BATCHES and PROMPTS. A server runs
+alone.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +39,23 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """Slightly more than 254, 1,130, 3,015 and 8,110 million parameters."""
 DEGREE, BATCHES, PROMPTS = 2, "1,4,16", "128,512"
-LIMITS = {"3.0B": ((8.0, 4.0), (10.0, 5.0))}
+OF_LARGE = "1,4", "128"
+"""Batches and prompts of large models, whose every bucket the eager model repeats."""
+BFLOAT16, PACKED = "bfloat16", "bfloat16 packed"
+FORMS: dict[str, tuple[str, ...]] = {
+    BFLOAT16: (),
+    PACKED: ("--packed",),
+    "int8": ("--packed", "--quantize", "int8"),
+    "int4": ("--packed", "--quantize", "int4"),
+}
+"""By form of the weights, the options of a trace."""
+ON_TRIAL = (BFLOAT16, "int4")
+LARGE = 8 << 30
+"""Larger files are not traced in bfloat16, which would need the memory of a larger machine; all else is verified."""
+LIMITS = {"3.0B bfloat16": ((6.0, 3.0), (6.0, 3.0)), "3.0B bfloat16 packed": ((2.0, 1.0), (6.0, 3.0))}
 """Seconds of a start and of a recovery: the requirement and the aim."""
+MEMORY_LIMITS = (24.0, 16.0)
+"""GiB that anything may hold."""
 
 
 def run(options: Options) -> None:
@@ -46,18 +64,29 @@ def run(options: Options) -> None:
     folder = options.folder or home() / "sizes"  # the models, their artifacts, and the figures of tracing
     figures: dict[str, dict[str, Any]] = {}
     try:
-        for name, sizes in chosen.items():
-            model = sized_model(folder, name, sizes)
-            path = _artifact(options, folder, name, model)
-            figures[name] = measure(options, model, path) | {"trace": _record(folder, name), "trials": {}}
-            trials(path, model, figures[name]["trials"])
+        for size, sizes in chosen.items():
+            model = sized_model(folder, size, sizes)
+            large = (model / "model.safetensors").stat().st_size > LARGE
+            for form in FORMS:
+                if large and form in (BFLOAT16, PACKED):
+                    continue
+                name = f"{size} {form}"
+                path = _artifact(options, folder, name, model, FORMS[form])
+                found = figures[name] = measure(options, model, path) | {"trace": _record(folder, name), "trials": {}}
+                if large or options.quick:
+                    found["verify"] = _verified(path, model)
+                if large or form in ON_TRIAL:
+                    trials(path, model, found["trials"])
+                if large:  # the disk is no larger
+                    shutil.rmtree(path)
+                    path.with_name(path.name + ".stamp").unlink()
     finally:  # of a trial that failed, too: what was measured before took long
         if figures:
             write(options, figures)
 
 
 def measure(options: Options, model: Path, path: Path) -> dict[str, Any]:
-    """Measure starts, recoveries and memory of one artifact."""
+    """Measure starts, recoveries of each rank in turn, and memory of one artifact."""
     found: dict[str, Any] = {
         "bytes": (model / "model.safetensors").stat().st_size,
         "start_seconds": [],
@@ -74,10 +103,17 @@ def measure(options: Options, model: Path, path: Path) -> dict[str, Any]:
     return found
 
 
+def _verified(path: Path, model: Path) -> dict[str, float]:
+    """Compare an artifact with the eager model; return the seconds, and the memory held in bytes."""
+    peak, begin = Peak(), time.perf_counter()
+    nxd_infer("verify", path, model, sample=peak)
+    return {"seconds": time.perf_counter() - begin, "held": peak.held}
+
+
 def traced(options: Options, folder: Path, name: str) -> dict[str, Any]:
     """Return figures of tracing one size: ``seconds``, and ``planned``, ``held`` and ``with_files`` in bytes."""
-    _artifact(options, folder, name, sized_model(folder, name, SIZES[name]))
-    return _record(folder, name)
+    _artifact(options, folder, f"{name} {BFLOAT16}", sized_model(folder, name, SIZES[name]), ())
+    return _record(folder, f"{name} {BFLOAT16}")
 
 
 def _record(folder: Path, name: str) -> dict[str, Any]:
@@ -96,9 +132,11 @@ def sized_model(folder: Path, name: str, sizes: Mapping[str, int]) -> Path:
     return stamped(folder / "models" / name, key, lambda path: write_llama(path, **sizes))
 
 
-def _artifact(options: Options, folder: Path, name: str, model: Path) -> Path:
-    arguments: list[Any] = ["trace", model, "--tp", DEGREE, "--batch-sizes", BATCHES, "--prompt-buckets", PROMPTS]
-    arguments += ["--max-len", 2048, "--dtype", "bfloat16"]
+def _artifact(options: Options, folder: Path, name: str, model: Path, form: Sequence[str]) -> Path:
+    large = (model / "model.safetensors").stat().st_size > LARGE
+    batches, prompts_ = OF_LARGE if large else (BATCHES, PROMPTS)
+    arguments: list[Any] = ["trace", model, "--tp", DEGREE, "--batch-sizes", batches, "--prompt-buckets", prompts_]
+    arguments += ["--max-len", 2048, "--dtype", "bfloat16", *form]
 
     def make(path: Path) -> None:
         peak = Peak()
@@ -139,6 +177,7 @@ def write(options: Options, figures: Mapping[str, Mapping[str, Any]]) -> None:
                 summary(found["memory"]).text(2**-30, 2),
                 f"{trace['held'] / 2**30:.2f} ({off:+.0%})",
                 f"{trace['with_files'] / 2**30:.2f}",
+                f"{verify['seconds']:.0f} s, {verify['held'] / 2**30:.2f} GiB" if (verify := found.get("verify")) else "",
             )
         )
         for what, measured, limits in zip(
@@ -146,7 +185,9 @@ def write(options: Options, figures: Mapping[str, Mapping[str, Any]]) -> None:
         ):
             verdicts.append(Verdict(f"{name}, {what}", measured, *limits, "lower", "s"))
         verdicts.append(plan_verdict(name, trace))
-    columns = ("parameters", "GiB", "start, s", "again, s", "serving, GiB", "tracing (plan), GiB", "with files, GiB")
+        held = max(*found["memory"], trace["held"], found.get("verify", trace)["held"]) * 2**-30
+        verdicts.append(Verdict(f"{name}, most memory", summary([held]), *MEMORY_LIMITS, "lower", "GiB"))
+    columns = ("parameters", "GiB", "start, s", "again, s", "serving, GiB", "tracing (plan), GiB", "with files, GiB", "verify")
     come = {name: found["trials"] for name, found in figures.items()}
     kinds = dict.fromkeys(kind for found in come.values() for kind in found)
     table(
