@@ -30,7 +30,7 @@ BENCHMARKS = (
     "stages",
     "plot",
 )
-ON_REQUEST = ("attacks", "against", "generic", "mixture", "forms")
+ON_REQUEST = ("attacks", "against", "generic", "mixture", "forms", "perplexity")
 """Benchmarks that run only by name."""
 
 

@@ -30,17 +30,20 @@ def nxd_infer(
 ) -> str:
     """Run an `nxd-infer` command and return its output; a failure ends the benchmark with that output.
 
-    ``sample`` is called with its process twenty times per second; ``root`` is the checkout to run.
+    ``sample`` is called with its process up to twenty times per second, and takes a tenth of the time at most: of a
+    large process its memory takes long to read. ``root`` is the checkout to run.
     """
     words = [sys.executable, "-m", "nxd_infer.cli.main", *map(str, arguments)]
     log = home() / "logs" / f"command-{os.getpid()}.log"
     with Group(words, log, env={**environment(root), "COLUMNS": "200"} if env is None else env, cwd=root) as group:
-        end = time.monotonic() + timeout
-        while (status := _status(group, timeout if sample is None else 0.05)) is None:
+        end, pause = time.monotonic() + timeout, 0.05
+        while (status := _status(group, timeout if sample is None else pause)) is None:
             if time.monotonic() > end:
                 raise SystemExit(f"{' '.join(words)} took longer than {timeout:.0f} s:\n{group.tail()}")
             if sample is not None:
+                begin = time.monotonic()
                 sample(group.pid)
+                pause = max(0.05, 9 * (time.monotonic() - begin))
     if status:
         raise SystemExit(f"{' '.join(words)} ended with status {status}:\n{group.tail()}")
     return log.read_text(errors="replace")

@@ -21,11 +21,12 @@ from bench.peers.driver import Peer
 from bench.peers.known import KNOWN, Field, Known, fastest, field_with
 from bench.sizes import SIZES, sized_model
 from bench.stats import Turn, Turns, Verdict, bandwidth_of, held_ratios, record_of, summary, values
+from nxd_infer.cli.console import console
 
 FORMS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
-    "bfloat16": ((), {"llama_cpp": ("BF16",), "openvino": ("fp16",)}),
     "int8": (("--quantize", "int8"), {"llama_cpp": ("Q8_0",), "openvino": ("int8",)}),
     "int4": (("--quantize", "int4"), {"llama_cpp": ("Q4_0", "Q4_K_M"), "openvino": ("int4",)}),
+    "bfloat16": ((), {"llama_cpp": ("F16",), "openvino": ("fp16",)}),
 }
 """By form: this project's options of a trace, and each peer's forms."""
 JUDGED = {"int8": "llama_cpp Q8_0", "int4": "llama_cpp Q4_0"}
@@ -97,13 +98,20 @@ def measure(options: Options, folder: Path, model: Path, form: str) -> tuple[Fou
                 return peer.run(prompts(model, batch, PROMPT, number), new_tokens, 600.0).rate
 
             found[batch] = field.rounds(decode, options.rounds, lambda peer, decode=decode: decode(peer, -1))
+            show(f"{model.name} {form}, batch {batch}, tokens/s", found[batch])
 
         def prefill(peer: Peer, number: int) -> float:
             return LONG / peer.run(prompts(model, 1, LONG, number), 1, 600.0).first
 
         found[PREFILL] = field.rounds(prefill, options.rounds, lambda peer: prefill(peer, -1))
+        show(f"{model.name} {form}, prompt of {LONG}, tokens/s", found[PREFILL])
         kept = field.peers
         return {key: {name: turns for name, turns in one.items() if name in kept} for key, one in found.items()}, field
+
+
+def show(what: str, turns: Mapping[str, list[Turn]]) -> None:
+    """Print what was just measured: a whole run takes an hour."""
+    console.print(f"{what}: " + ", ".join(f"{name} {summary(found).text()}" for name, found in values(turns).items()))
 
 
 def traced(folder: Path, model: Path, further: tuple[str, ...]) -> Path:

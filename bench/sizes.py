@@ -177,7 +177,9 @@ def write(options: Options, figures: Mapping[str, Mapping[str, Any]]) -> None:
                 summary(found["memory"]).text(2**-30, 2),
                 f"{trace['held'] / 2**30:.2f} ({off:+.0%})",
                 f"{trace['with_files'] / 2**30:.2f}",
-                f"{verify['seconds']:.0f} s, {verify['held'] / 2**30:.2f} GiB" if (verify := found.get("verify")) else "",
+                f"{verify['seconds']:.0f} s, {verify['held'] / 2**30:.2f} GiB"
+                if (verify := found.get("verify"))
+                else "",
             )
         )
         for what, measured, limits in zip(
@@ -187,7 +189,16 @@ def write(options: Options, figures: Mapping[str, Mapping[str, Any]]) -> None:
         verdicts.append(plan_verdict(name, trace))
         held = max(*found["memory"], trace["held"], found.get("verify", trace)["held"]) * 2**-30
         verdicts.append(Verdict(f"{name}, most memory", summary([held]), *MEMORY_LIMITS, "lower", "GiB"))
-    columns = ("parameters", "GiB", "start, s", "again, s", "serving, GiB", "tracing (plan), GiB", "with files, GiB", "verify")
+    columns = (
+        "parameters",
+        "GiB",
+        "start, s",
+        "again, s",
+        "serving, GiB",
+        "tracing (plan), GiB",
+        "with files, GiB",
+        "verify",
+    )
     come = {name: found["trials"] for name, found in figures.items()}
     kinds = dict.fromkeys(kind for found in come.values() for kind in found)
     table(

@@ -99,10 +99,13 @@ def _cut_short(artifact: Path, model: Path) -> float:
     """Truncate a shard and kill its rank: the server must name the file and exit."""
     copy = artifact.with_name(f"{artifact.name}-cut")
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(artifact, copy)
+    shutil.copytree(artifact, copy, copy_function=os.link)
+    (shard,) = copy.glob("weights/rank_01.safetensors")
+    own = shard.with_suffix(".own")
+    shutil.copyfile(shard, own)
+    own.replace(shard)
     try:
         with Server(copy) as server:
-            (shard,) = copy.glob("weights/rank_01.safetensors")
             half = shard.stat().st_size // 2
             os.truncate(shard, half)
             begin = time.perf_counter()

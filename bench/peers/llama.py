@@ -22,11 +22,11 @@ PIECE = 512
 
 
 class LlamaCpp:
-    def __init__(self, model: str, threads: int, form: str = "BF16"):
+    def __init__(self, model: str, threads: int, form: str = "BF16", folder: str | None = None):
         llama_cpp.llama_backend_init()
         self._log = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._log, None)
-        path = gguf_of(Path(model), form, threads)
+        path = gguf_of(Path(model), form, threads, folder)
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -61,6 +61,17 @@ class LlamaCpp:
         for number in range(new_tokens - 1):
             feed([(row, len(prompt) + number, tokens[row][-1], True) for row, prompt in enumerate(prompts)])
         return {"tokens": tokens, "times": times}
+
+    def score(self, prompt: list[int]) -> list[float]:
+        """Return the log-probability of each token of a prompt but the first."""
+        context = self._context(1)
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        self._decode(context, [(0, position, token, True) for position, token in enumerate(prompt)])
+        scores = []
+        for place, token in enumerate(prompt[1:]):
+            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, place), (self.vocab,)).astype("f8")
+            scores.append(float(logits[token] - np.logaddexp.reduce(logits)))
+        return scores
 
     def _context(self, rows: int) -> Any:
         """Return a context for a number of sequences, cached."""
@@ -106,11 +117,13 @@ NAMES = {
 OUTSIDE = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
 
 
-def gguf_of(model: Path, form: str, threads: int) -> Path:
-    """Return the file of a model with weights of ``form``, as llama.cpp names it (``Q4_K_M``), after making it."""
-    plain = form == "BF16"
-    path = model.with_name(f"{model.name}.gguf" if plain else f"{model.name}-{form}.gguf")
-    if path.exists() and path.stat().st_mtime >= (model / "model.safetensors").stat().st_mtime:
+def gguf_of(model: Path, form: str, threads: int, folder: str | None = None) -> Path:
+    """Return the file of a model (a directory, or a GGUF file of any form) with weights of ``form``, as llama.cpp names
+    it (``Q4_K_M``), in ``folder`` or beside the model, after making it."""
+    plain = form == "BF16" and model.is_dir()
+    path = Path(folder or model.parent) / (f"{model.name}.gguf" if plain else f"{model.name}-{form}.gguf")
+    weights = model / "model.safetensors" if model.is_dir() else model
+    if path.exists() and path.stat().st_mtime >= weights.stat().st_mtime:
         return path
     if plain:
         write_gguf(model, path)
@@ -118,7 +131,8 @@ def gguf_of(model: Path, form: str, threads: int) -> Path:
     part = path.with_suffix(".part")
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{form}"), threads
-    source = gguf_of(model, "BF16", threads)
+    params.allow_requantize = model.is_file()
+    source = model if model.is_file() else gguf_of(model, "BF16", threads)
     if llama_cpp.llama_model_quantize(str(source).encode(), str(part).encode(), params):
         raise RuntimeError(f"llama.cpp cannot write {source} as {form}")
     part.replace(path)
