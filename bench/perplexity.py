@@ -1,5 +1,5 @@
-"""Measure what rounding weights costs: perplexity of a real small model over its own in bfloat16, and llama.cpp's forms of
-the same file over its float16.
+"""Measure what rounding weights costs: perplexity of a real small model over its own in bfloat16, and llama.cpp's
+forms of the same file over its float16.
 
 The model is the demo's, SmolLM2-135M-Instruct, whose file has four bits (Q4_1) already: both sides read its values, and
 round them again. The text is that of this project's pages.
@@ -81,6 +81,7 @@ def _traced(folder: Path, model: Path, form: str, further: Sequence[str]) -> Pat
 
 def _chunks(llm: LLM, count: int) -> list[list[int]]:
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md")))
+    assert llm.tokenizer is not None
     tokens = llm.tokenizer.encode(text)
     return [tokens[at : at + CHUNK] for at in range(0, count * CHUNK, CHUNK)]
 
