@@ -291,8 +291,9 @@ def accepts_options(
 def _arguments(options: Any) -> str:
     """The fields as a docstring's list of arguments, without the first line's indentation."""
     texts = (f"{name}: {one.help} {one.details}".strip() for name, one in declared(options).items())
-    wrapped = (textwrap.fill(text, 120, initial_indent="    ", subsequent_indent=" " * 8) for text in texts)
-    return "\n".join(wrapped).lstrip()
+    # A command's name is one word.
+    wrapper = textwrap.TextWrapper(120, initial_indent="    ", subsequent_indent=" " * 8, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, texts)).lstrip()
 
 
 def command_options(options: type, *names: str) -> dict[str, Option]:
