@@ -26,7 +26,7 @@ CHECKPOINTS = ("model", "other")
 ADAPTERS = ("x", "y", "z")
 """For two slots."""
 CHANGE_SECONDS, RECOVERY_SECONDS = 30.0, 60.0
-SWAPS = 10
+SWAPS_SECONDS = CHANGE_SECONDS + RECOVERY_SECONDS
 """How often the weights are sent again where only some copies have them."""
 
 
@@ -163,7 +163,8 @@ def _change(soak: Soak, method: str, path: str, /, **body: Any) -> Any:
 def swap(soak: Soak, timeout: float = CHANGE_SECONDS) -> None:
     """The other checkpoint, if running requests end in time; once a copy has it, all must get it."""
     other, mixed = 1 - soak.checkpoints[soak.version], False
-    for _ in range(SWAPS):
+    end = time.monotonic() + SWAPS_SECONDS
+    while time.monotonic() < end:
         coming = max(soak.checkpoints) + 1
         soak.checkpoints[coming] = other  # an answer may name it before the swap's own answer is here
         answer = _change(soak, "POST", "/v1/weights", path=CHECKPOINTS[other], timeout=timeout)
@@ -178,7 +179,7 @@ def swap(soak: Soak, timeout: float = CHANGE_SECONDS) -> None:
         if not mixed:
             return
         time.sleep(0.5)
-    raise AssertionError(f"the copies have different weights, and {SWAPS} swaps did not end that: {answer}")
+    raise AssertionError(f"the copies have different weights, which swaps did not end in {SWAPS_SECONDS} s: {answer}")
 
 
 def load(soak: Soak, name: str) -> None:
