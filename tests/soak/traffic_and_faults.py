@@ -27,7 +27,7 @@ ADAPTERS = ("x", "y", "z")
 """For two slots."""
 CHANGE_SECONDS, RECOVERY_SECONDS = 30.0, 60.0
 SWAPS_SECONDS = CHANGE_SECONDS + RECOVERY_SECONDS
-"""How often the weights are sent again where only some copies have them."""
+"""How long the weights are sent again where only some copies have them."""
 
 
 def client(soak: Soak, rng: random.Random, until: float) -> None:
