@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """Slightly more than 254, 1,130, 3,015 and 8,110 million parameters."""
 DEGREE, BATCHES, PROMPTS = 2, "1,4,16", "128,512"
-OF_LARGE = "1,4", "128"
+OF_LARGE = "1,4", "32"
 """Batches and prompts of large models, whose every bucket the eager model repeats."""
 BFLOAT16, PACKED = "bfloat16", "bfloat16 packed"
 FORMS: dict[str, tuple[str, ...]] = {

@@ -110,7 +110,8 @@ def _check_head(options: TaskOptions) -> None:
     if options.head_of is None:
         path = Path(options.model_dir)
         files = options.weights is None and any(path.glob("*.safetensors"))
-        if files and "fc.weight" in SafetensorsSource(path).keys():  # noqa: SIM118  (a source is not a mapping)
+        names = set(SafetensorsSource(path).keys()) if files else set()
+        if "fc.weight" in names and any(name.startswith(("midlayer.", "layers.0.")) for name in names):
             raise ModelConfigError(f"{path} is an EAGLE head: name the model that it guesses for with --head-of")
         return
     names = ("model_impl", "chat_template", "weights", "lora_slots", "hidden_states")
